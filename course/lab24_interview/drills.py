@@ -1,19 +1,20 @@
 """Numeric drills: mental arithmetic as interviewers ask for it, fresh numbers each time, judged with a tolerance.
 
 A drill is a `Decision`: a number that is off by a known factor is told which (bits for bytes, one GPU for all), and it
-may come with its unit. The kinds are in `drills_messages.py`, `drills_training.py` and `drills_serving.py`.
+may come with its unit. The kinds are in `drills_messages.py`, `drills_training.py`, `drills_serving.py` and
+`drills_reading.py`, where a report is read.
 """
 
 from collections.abc import Callable
 from random import Random
 
-from course.lab24_interview import drills_messages, drills_serving, drills_training
+from course.lab24_interview import drills_messages, drills_reading, drills_serving, drills_training
 from course.lab24_interview.deck import topics_of
 from course.shared.decisions import Decision
 
 DRILLS: dict[str, Callable[[Random], Decision]] = {
     name: made
-    for module in (drills_messages, drills_training, drills_serving)
+    for module in (drills_messages, drills_training, drills_serving, drills_reading)
     for name, made in vars(module).items()
     if getattr(made, "__module__", "") == module.__name__
 }
@@ -40,7 +41,7 @@ def different(topic: str, draw: Random, count: int) -> list[str]:
 
 TOPICS = {  # of the cards: which drills go with them
     "hardware": ("transfer", "tokens_per_second", "ridge", "matmul_flops", "message_time", "half_way"),
-    "collectives": ("all_reduce", "transfer", "reduce_scatter", "ring_rounds", "two_levels", "half_way"),
+    "collectives": ("all_reduce", "transfer", "reduce_scatter", "ring_rounds", "two_levels", "nccl_line"),
     "data parallel and ZeRO": ("states", "all_reduce", "fsdp_bytes", "reduce_scatter", "batch_tokens"),
     "tensor and sequence parallel": ("tensor_bytes", "all_reduce", "weights", "logits"),
     "pipeline parallel": ("bubble", "enough_microbatches", "stage_message", "in_flight"),
@@ -68,6 +69,6 @@ TOPICS = {  # of the cards: which drills go with them
         "token_price",
         "first_token",
     ),
-    "debugging": ("transfer", "states", "slow_rank", "mfu"),
+    "debugging": ("hang_report", "slow_steps", "exposed", "nccl_line", "snapshot", "slow_rank", "mfu"),
     "planning": ("train_days", "states", "bubble", "run_cost", "energy", "mfu", "batch_tokens"),
 }

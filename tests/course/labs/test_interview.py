@@ -160,6 +160,19 @@ def test_a_drill_agrees_with_another_formula(kind):
         assert again == pytest.approx(decision.value, rel=2e-3), decision.question
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_reports_say_what_their_answer_says(seed):
+    hang = drills.DRILLS["hang_report"](random.Random(seed))
+    behind = re.findall(r"rank (\d+): #\d+ \w+, completed", hang.question)
+    assert [int(rank) for rank in behind] == [hang.value]
+    slow = drills.DRILLS["slow_steps"](random.Random(seed))
+    waits = [float(wait) for wait in re.findall(r"of it ([\d.]+) s", slow.question)]
+    assert min(range(len(waits)), key=waits.__getitem__) == slow.value
+    timeline = drills.DRILLS["exposed"](random.Random(seed))
+    (_, end), *sent = [(int(a), int(b)) for a, b in re.findall(r"(\d+) to (\d+)", timeline.question)]
+    assert sum(moment >= end for first, last in sent for moment in range(first, last)) == timeline.value
+
+
 def test_there_are_thirty_kinds_and_each_belongs_to_a_topic():
     assert len(drills.DRILLS) >= 30 and len(SECOND) >= 30
     assert {kind for kinds in drills.TOPICS.values() for kind in kinds} == set(drills.DRILLS)
