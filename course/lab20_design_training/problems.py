@@ -29,7 +29,8 @@ def seventy_on_64() -> DesignCase:
     days = 15e12 / best.tokens_per_s / DAY
     often = (Layout(dp=4, zero=1, tp=8, pp=2, microbatches=128, recompute=each) for each in RECOMPUTE)
     quoted = next(layout for layout in often if memory(model, layout, 8192).total <= machine.usable)
-    reported = sorted(run.reported for run in published.RUNS if run.cluster.device.name == machine.device.name)
+    same_device = (run for run in published.RUNS if run.cluster.device.name == machine.device.name)
+    reported = sorted(run.reported for run in same_device if not run.stack.fp8)
     careful = 15e12 * model.training_flops(causal_context(8192)) / (64 * machine.device.flops * reported[0]) / DAY
     numbers = {
         "why": reasons(best.layout),
@@ -231,7 +232,7 @@ def gpt3_on_1024() -> DesignCase:
     """GPT-3 on 1,024 A100 with Megatron's axes."""
     run = next(each for each in published.RUNS if each.name.startswith("GPT-3 175B, 1,024"))
     row, model = published.compare(run), run.architecture
-    time = step(model, run.layout, run.cluster, run.seq)
+    time = step(model, run.layout, run.cluster, run.seq, run.stack)
     speed = run.layout.batch * run.seq / time.seconds
     days = 300e9 / speed / DAY
     share = mfu(model, run.layout, run.cluster, run.seq, time.seconds)

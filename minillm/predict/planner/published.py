@@ -17,8 +17,9 @@ from minillm.predict.planner.step import mfu, step
 
 @dataclass(frozen=True)
 class Run:
-    """reported: the share of the 16-bit peak as printed, or from printed TFLOP/s per GPU; 0 if `seconds`, of a step,
-    are printed instead. basis "model": a model-FLOP utilisation; "hardware": recomputation is counted as work, too.
+    """reported: the share of the 16-bit peak as printed, or from printed TFLOP/s per GPU or `seconds` of a step.
+
+    basis "model": a model-FLOP utilisation; "hardware": recomputation is counted as work, too.
 
     full_attention: the source counts attention FLOPs of the whole score matrix, not of its causal half.
     """
@@ -231,7 +232,7 @@ _MEASURED = (
         note="Kept activations are predicted in 16 bits: in 8 they take half as much, and then it fits.",
     ),
 )
-RUNS = tuple(replace(run, fitted=place % 2 == 0) for place, run in enumerate(_MEASURED))
+RUNS = tuple(replace(run, reported=compare(run).reported, fitted=place % 2 == 0) for place, run in enumerate(_MEASURED))
 CHOSEN = tuple(  # one or more of every source, for a table that fits a page
     next(run for run in RUNS if run.name == name)
     for name in (
