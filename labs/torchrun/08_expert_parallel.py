@@ -8,14 +8,15 @@ torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
 With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from course.kit import receipt, row
-from minillm.comm import Group, is_root, launch
+from course.kit import Row, row
+from course.kit.torchrun import attempt, run
+from minillm.comm import Group
 from minillm.measure import ledger
 from minillm.predict.training import moe
 
@@ -59,14 +60,7 @@ def average_gradients(
 def rank_program(group: Group) -> dict[str, Any]:
     """Each part once: (bytes this rank sent, whether its values are right);
     None if not written yet."""
-    return {name: attempt(part, group) for name, part in PARTS.items()}
-
-
-def attempt(part: Callable[[Group], Any], group: Group) -> Any:
-    try:
-        return part(group)
-    except NotImplementedError:
-        return None
+    return attempt(PARTS, group)
 
 
 def try_exchange(group: Group) -> tuple[int, bool]:
@@ -111,18 +105,11 @@ def predictions(n: int) -> dict[str, int]:
     }
 
 
+def judge(name: str, ranks: list[tuple[int, bool]]) -> Iterator[Row]:
+    sent, right = zip(*ranks, strict=True)
+    yield row(f"{name}: bytes sent by all ranks", predictions(len(ranks))[name], sum(sent), "B")
+    yield row(f"{name}: right values on every rank", True, all(right))
+
+
 if __name__ == "__main__":
-    ranks = launch(rank_program, nproc=4)
-    if is_root():
-        rows = []
-        for name, sent in predictions(len(ranks)).items():
-            found = [rank[name] for rank in ranks]
-            if None in found:
-                rows.append(row(f"{name}: not written yet", None, None))
-                continue
-            total, right = sum(f[0] for f in found), all(f[1] for f in found)
-            rows.append(row(f"{name}: bytes sent by all ranks", sent, total, "B"))
-            rows.append(row(f"{name}: right values on every rank", True, right))
-        result = receipt(f"lab 08 on {len(ranks)} ranks", rows)
-        print(result)
-        raise SystemExit(0 if result.ok else 1)
+    run("lab 08", rank_program, judge)

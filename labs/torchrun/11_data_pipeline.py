@@ -7,10 +7,13 @@ torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
-from course.kit import receipt, row
+from course.kit import Row, row
+from course.kit.torchrun import attempt, run
 from minillm import measure
-from minillm.comm import Group, is_root, launch
+from minillm.comm import Group
 from minillm.data.sampler import permutation
 
 NUM_SAMPLES, BATCH_SIZE, SEED = 1000, 8, 0
@@ -22,21 +25,17 @@ def deal(position, order, num_samples, batch_size, rank, world_size) -> list[int
     raise NotImplementedError
 
 
-def program(group: Group) -> tuple[list[int], int] | None:
-    """What one rank does: (the samples of at least two epochs that it got,
-    messages it sent to know them).
+def rank_program(group: Group) -> dict[str, Any]:
+    return attempt({"deal": deal_two_epochs}, group)
 
-    None while `deal` is not written yet.
-    """
+
+def deal_two_epochs(group: Group) -> tuple[list[int], int]:
+    """The samples of at least two epochs that this rank got, and the messages it sent to know them."""
     samples, position = [], 0
-    try:
-        with measure.ledger() as led:
-            while position < 2 * NUM_SAMPLES:
-                place = group.rank, group.world_size
-                samples += deal(position, order, NUM_SAMPLES, BATCH_SIZE, *place)
-                position += BATCH_SIZE * group.world_size
-    except NotImplementedError:
-        return None
+    with measure.ledger() as led:
+        while position < 2 * NUM_SAMPLES:
+            samples += deal(position, order, NUM_SAMPLES, BATCH_SIZE, group.rank, group.world_size)
+            position += BATCH_SIZE * group.world_size
     return samples, led.messages
 
 
@@ -45,16 +44,14 @@ def order(epoch: int):
     return permutation(NUM_SAMPLES, SEED, epoch)
 
 
+def judge(name: str, ranks: list[tuple[list[int], int]]) -> Iterator[Row]:
+    times_shown = Counter(sample for samples, _ in ranks for sample in samples)
+    dealt = times_shown.total()
+    yield row(f"samples dealt, {NUM_SAMPLES} per epoch", None, dealt)
+    yield row("times the rarest sample was shown", dealt // NUM_SAMPLES, min(times_shown.values()))
+    yield row("times the most frequent was", -(-dealt // NUM_SAMPLES), max(times_shown.values()))
+    yield row("messages between the ranks", 0, sum(messages for _, messages in ranks))
+
+
 if __name__ == "__main__":
-    results = launch(program, 4)
-    if is_root() and None in results:
-        print("deal: not written yet")
-    elif is_root():
-        seen = Counter(sample for samples, _ in results for sample in samples)
-        dealt = sum(seen.values())
-        rows = [
-            row("times the rarest sample was shown", dealt // NUM_SAMPLES, min(seen.values())),
-            row("times the most frequent was", -(-dealt // NUM_SAMPLES), max(seen.values())),
-            row("messages between the ranks", 0, sum(messages for _, messages in results)),
-        ]
-        print(receipt(f"{dealt} of {NUM_SAMPLES} samples on {len(results)} ranks", rows))
+    run("lab 11", rank_program, judge)

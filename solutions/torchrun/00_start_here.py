@@ -6,11 +6,15 @@ torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
     --rdzv-endpoint HOST:29500 00_start_here.py            on each of two nodes
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
-from course.kit import answers_of, receipt, row
+from course.kit import Row, answers_of, row
+from course.kit.torchrun import attempt, run
 from minillm import measure
-from minillm.comm import Group, is_root, launch
+from minillm.comm import Group
 from minillm.predict import comms
 
 NUM_ELEMENTS = 1 << 20
@@ -21,28 +25,29 @@ def average(group: Group, x: torch.Tensor) -> torch.Tensor:
     return answers_of("00_start_here").average(group, x)
 
 
-def program(group: Group) -> tuple[float, int] | None:
-    """What one rank does: (the mean that it got, bytes that it sent);
-    None while `average` is not written yet."""
+# What follows runs and judges it.
+
+
+def rank_program(group: Group) -> dict[str, Any]:
+    """What one rank does; None while `average` is not written yet."""
+    return attempt({"average": try_average}, group)
+
+
+def try_average(group: Group) -> tuple[float, int]:
+    """The mean that this rank got, and the bytes that it sent."""
     x = torch.full((NUM_ELEMENTS,), float(group.rank), device=group.device)
-    try:
-        with measure.ledger() as led:
-            mean = average(group, x)
-    except NotImplementedError:
-        return None
+    with measure.ledger() as led:
+        mean = average(group, x)
     return mean[0].item(), led.bytes("all_reduce")
 
 
+def judge(name: str, ranks: list[tuple[float, int]]) -> Iterator[Row]:
+    predicted = comms.ring_all_reduce(NUM_ELEMENTS, 4, len(ranks)).sent_per_rank
+    for rank, (mean, _) in enumerate(ranks):
+        yield row(f"mean on rank {rank}", (len(ranks) - 1) / 2, mean)
+    for rank, (_, sent) in enumerate(ranks):
+        yield row(f"bytes sent by rank {rank}", predicted[rank], sent, "B")
+
+
 if __name__ == "__main__":
-    results = launch(program, 4)
-    world_size = len(results)
-    predicted = comms.ring_all_reduce(NUM_ELEMENTS, 4, world_size).sent_per_rank
-    if is_root() and None in results:
-        print("average: not written yet")
-    elif is_root():
-        rows = []
-        for rank, (mean, _) in enumerate(results):
-            rows.append(row(f"mean on rank {rank}", (world_size - 1) / 2, mean))
-        for rank, (_, sent) in enumerate(results):
-            rows.append(row(f"bytes sent by rank {rank}", predicted[rank], sent, "B"))
-        print(receipt(f"{world_size} ranks", rows))
+    run("lab 00", rank_program, judge)

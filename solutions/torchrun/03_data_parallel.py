@@ -8,15 +8,16 @@ torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
 With a GPU for each rank the replicas live on the GPUs and NCCL carries the gradients.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from course.kit import answers_of, receipt, row
-from course.lab03_data_parallel.replicas import CLOSE, Bucket, Case, loss_of
-from minillm.comm import Group, is_root, launch
+from course.kit import Row, answers_of, row
+from course.kit.torchrun import attempt, run
+from course.lab03_data_parallel.replicas import CLOSE, Bucket, TrainingCase, loss_of
+from minillm.comm import Group
 from minillm.measure import ledger
 from minillm.predict.training import sharding as predict
 
@@ -53,23 +54,12 @@ def weighted_loss(nll: Tensor, counts: Tensor, group: Group) -> Tensor:
 
 def rank_program(group: Group) -> dict[str, Any]:
     """Train with each form; None for what is not written yet."""
-    case = Case(world_size=group.world_size, steps=STEPS, unused=False, seed=3)
+    case = TrainingCase(world_size=group.world_size, steps=STEPS, unused=False, seed=3)
     programs = {"naive": naive, "overlapped": overlapped, "weighted": weighted}
-    return {name: attempt(program, group, case) for name, program in programs.items()}
+    return attempt(programs, group, case)
 
 
-def attempt(
-    program: Callable[[Group, Case], dict[str, Any]],
-    group: Group,
-    case: Case,
-) -> dict[str, Any] | None:
-    try:
-        return program(group, case)
-    except NotImplementedError:
-        return None
-
-
-def naive(group: Group, case: Case) -> dict[str, Any]:
+def naive(group: Group, case: TrainingCase) -> dict[str, Any]:
     model = case.model().to(group.device)
 
     def backward(step: int) -> None:
@@ -80,7 +70,7 @@ def naive(group: Group, case: Case) -> dict[str, Any]:
     return trained(model, backward, group, case)
 
 
-def overlapped(group: Group, case: Case) -> dict[str, Any]:
+def overlapped(group: Group, case: TrainingCase) -> dict[str, Any]:
     # on every second rank gradients become ready in another order
     model = case.model(flip=group.rank % 2 == 1).to(group.device)
     buckets = make_buckets(model.parameters(), CAP_BYTES)
@@ -98,7 +88,7 @@ def overlapped(group: Group, case: Case) -> dict[str, Any]:
     return trained(model, backward, group, case) | {"early": early[-1], "buckets": len(buckets)}
 
 
-def weighted(group: Group, case: Case) -> dict[str, Any]:
+def weighted(group: Group, case: TrainingCase) -> dict[str, Any]:
     """One step; rank r has 1 + r samples that count."""
     counted = [torch.arange(case.batch) < 1 + rank % case.batch for rank in range(group.world_size)]
     x, y = case.data(0)
@@ -121,7 +111,7 @@ def trained(
     model: nn.Module,
     backward: Callable[[int], None],
     group: Group,
-    case: Case,
+    case: TrainingCase,
 ) -> dict[str, Any]:
     """STEPS steps of SGD: whether gradients are one process's and replicas the same bits,
     and what was sent."""
@@ -151,38 +141,19 @@ def trained(
     }
 
 
-def rows_of(name: str, ranks: list[dict[str, Any]]) -> list:
-    """Rows on one form, for all ranks together."""
-    rows = [
-        row(
-            f"{name}: gradients of one process on every rank",
-            True,
-            all(found["right"] for found in ranks),
-        )
-    ]
+def judge(name: str, ranks: list[dict[str, Any]]) -> Iterator[Row]:
+    yield row(f"{name}: gradients of one process on every rank", True, all(rank["right"] for rank in ranks))
     if name == "weighted":
-        return rows
-    sent, predicted = (sum(found[key] for found in ranks) for key in ("bytes", "predicted"))
+        return
+    sent, predicted = (sum(rank[key] for rank in ranks) for key in ("bytes", "predicted"))
     calls = ranks[0].get("buckets", ranks[0]["tensors"])
-    rows += [
-        row(f"{name}: replicas are the same bits", True, all(found["same"] for found in ranks)),
-        row(f"{name}: bytes of all ranks per step, 2P(N-1)", round(predicted), round(sent), "B"),
-        row(f"{name}: all-reduces per step", calls, ranks[0]["all_reduces"]),
-    ]
+    yield row(f"{name}: replicas are the same bits", True, all(rank["same"] for rank in ranks))
+    yield row(f"{name}: bytes of all ranks per step, 2P(N-1)", round(predicted), round(sent), "B")
+    yield row(f"{name}: all-reduces per step", calls, ranks[0]["all_reduces"])
     if "early" in ranks[0]:
-        early = min(found["early"] for found in ranks)
-        rows.append(row(f"{name}: of these, started during backward", calls, early))
-    return rows
+        early = min(rank["early"] for rank in ranks)
+        yield row(f"{name}: of these, started during backward", calls, early)
 
 
 if __name__ == "__main__":
-    ranks = launch(rank_program, nproc=4)
-    if is_root():
-        rows = []
-        for name in ranks[0]:
-            found = [rank[name] for rank in ranks]
-            missing = [row(f"{name}: not written yet", None, None)]
-            rows += missing if None in found else rows_of(name, found)
-        result = receipt(f"lab 03 on {len(ranks)} ranks", rows)
-        print(result)
-        raise SystemExit(0 if result.ok else 1)
+    run("lab 03", rank_program, judge)

@@ -8,15 +8,16 @@ torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
 With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from course.kit import receipt, row
-from minillm.comm import Group, is_root, launch
+from course.kit import Row, row
+from course.kit.torchrun import attempt, run
+from minillm.comm import Group
 from minillm.measure import ledger
 from minillm.predict import comms
 
@@ -115,17 +116,10 @@ def leaf(x: Tensor, group: Group) -> Tensor:
 
 def rank_program(group: Group) -> dict[str, Any]:
     """Each part once, judged; None if not written yet."""
-    return {name: attempt(part, group) for name, part in PARTS.items()}
+    return attempt(PARTS, group)
 
 
-def attempt(part: Callable[[Group], Any], group: Group) -> Any:
-    try:
-        return part(group)
-    except NotImplementedError:
-        return None
-
-
-def judge(
+def compare(
     compute: Callable[[], Tensor],
     gradient: Tensor,
     pairs: Callable[[Tensor], list],
@@ -166,7 +160,7 @@ def try_mlp(group: Group, sequence: bool = False) -> Judged:
         ]
         return [(found, cut(output)), (mine.grad, cut(x.grad)), *parts]
 
-    return judge(lambda: mlp(mine, shards, group, *ends), cut(gradient), pairs)
+    return compare(lambda: mlp(mine, shards, group, *ends), cut(gradient), pairs)
 
 
 def try_sequence(group: Group) -> Judged:
@@ -183,7 +177,7 @@ def try_embedding(group: Group) -> Judged:
     def pairs(found: Tensor) -> list:
         return [(found, output.detach()), (rows.grad, table.grad.chunk(n)[group.rank])]
 
-    return judge(lambda: embed(ids.to(group.device), rows, group), gradient, pairs)
+    return compare(lambda: embed(ids.to(group.device), rows, group), gradient, pairs)
 
 
 def try_loss(group: Group) -> Judged:
@@ -200,7 +194,7 @@ def try_loss(group: Group) -> Judged:
         return [(found, losses.detach()), (part.grad, logits.grad.chunk(n, dim=1)[group.rank])]
 
     ids = ids.to(group.device)
-    return judge(lambda: vocabulary_cross_entropy(part, ids, group), gradient, pairs)
+    return compare(lambda: vocabulary_cross_entropy(part, ids, group), gradient, pairs)
 
 
 PARTS = {
@@ -223,32 +217,14 @@ def predictions(n: int) -> dict[str, tuple[int, int, int]]:
     }
 
 
+def judge(name: str, ranks: list[Judged]) -> Iterator[Row]:
+    sent_forward, sent_backward, calls = predictions(len(ranks))[name]
+    forward, backward, collectives, right = zip(*ranks, strict=True)
+    yield row(f"{name}: bytes sent forward by all ranks", sent_forward, sum(forward), "B")
+    yield row(f"{name}: backward", sent_backward, sum(backward), "B")
+    yield row(f"{name}: collectives", calls, max(collectives))
+    yield row(f"{name}: right values and gradients on every rank", True, all(right))
+
+
 if __name__ == "__main__":
-    ranks = launch(rank_program, nproc=4)
-    if is_root():
-        rows = []
-        for name, (forward, backward, collectives) in predictions(len(ranks)).items():
-            found = [rank[name] for rank in ranks]
-            if None in found:
-                rows.append(row(f"{name}: not written yet", None, None))
-                continue
-            rows.append(
-                row(
-                    f"{name}: bytes sent forward by all ranks",
-                    forward,
-                    sum(f[0] for f in found),
-                    "B",
-                )
-            )
-            rows.append(row(f"{name}: backward", backward, sum(f[1] for f in found), "B"))
-            rows.append(row(f"{name}: collectives", collectives, max(f[2] for f in found)))
-            rows.append(
-                row(
-                    f"{name}: right values and gradients on every rank",
-                    True,
-                    all(f[3] for f in found),
-                )
-            )
-        result = receipt(f"lab 05 on {len(ranks)} ranks", rows)
-        print(result)
-        raise SystemExit(0 if result.ok else 1)
+    run("lab 05", rank_program, judge)

@@ -8,14 +8,15 @@ torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
 With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from course.kit import receipt, row
-from minillm.comm import Group, is_root, launch
+from course.kit import Row, row
+from course.kit.torchrun import attempt, run
+from minillm.comm import Group
 from minillm.measure import ledger
 from minillm.parallel.pipeline_parallel.schedule.actions import straight
 from minillm.parallel.pipeline_parallel.schedule.schedules import Action, Schedule, check
@@ -125,14 +126,7 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 def rank_program(group: Group) -> dict[str, Any]:
     """Each part once; None if it is not written yet."""
-    return {name: attempt(part, group) for name, part in PARTS.items()}
-
-
-def attempt(part: Callable[[Group], Any], group: Group) -> Any:
-    try:
-        return part(group)
-    except NotImplementedError:
-        return None
+    return attempt(PARTS, group)
 
 
 def try_order(group: Group) -> list[str]:
@@ -188,42 +182,29 @@ def one_process(stages: int) -> tuple[list[Tensor], Tensor]:
 PARTS = {"order": try_order, "stage": try_stage, "tied embedding": try_tied}
 
 
-def judge(ranks: list[dict[str, Any]]) -> list:
-    """The receipt's rows."""
-    n, rows = len(ranks), []
-    for name in PARTS:
-        found = [rank[name] for rank in ranks]
-        if None in found:
-            rows.append(row(f"{name}: not written yet", None, None))
-        elif name == "order":
-            orders = tuple(tuple(Action.parse(step) for step in order) for order in found)
-            report = check(Schedule("1F1B", orders, (straight(n),) * MICROBATCHES))
-            due = tuple(predict.in_flight_1f1b(n, stage, MICROBATCHES) for stage in range(n))
-            rows.append(
-                row(
-                    "order: microbatches in flight",
-                    due,
-                    tuple(int(peak) for peak in report.peak_in_flight),
-                )
-            )
-        elif name == "stage":
-            rows.append(
-                row(
-                    "stage: messages",
-                    predict.sends(n, MICROBATCHES),
-                    sum(sent for sent, _ in found),
-                )
-            )
-            right = all(right for _, right in found)
-            rows.append(row("stage: gradients of one process", True, right))
-        else:
-            rows.append(row("tied embedding: the sum on both ends", True, all(found)))
-    return rows
+def judge_order(ranks: list[list[str]]) -> Iterator[Row]:
+    n, orders = len(ranks), tuple(tuple(map(Action.parse, order)) for order in ranks)
+    report = check(Schedule("1F1B", orders, (straight(n),) * MICROBATCHES))
+    expected = tuple(predict.in_flight_1f1b(n, stage, MICROBATCHES) for stage in range(n))
+    yield row("order: microbatches in flight", expected, tuple(map(int, report.peak_in_flight)))
+
+
+def judge_stage(ranks: list[tuple[int, bool]]) -> Iterator[Row]:
+    messages, right = zip(*ranks, strict=True)
+    yield row("stage: messages", predict.sends(len(ranks), MICROBATCHES), sum(messages))
+    yield row("stage: gradients of one process", True, all(right))
+
+
+def judge_tied(ranks: list[bool]) -> Iterator[Row]:
+    yield row("tied embedding: the sum on both ends", True, all(ranks))
+
+
+JUDGES = dict(zip(PARTS, (judge_order, judge_stage, judge_tied), strict=True))
+
+
+def judge(name: str, ranks: list[Any]) -> Iterator[Row]:
+    return JUDGES[name](ranks)
 
 
 if __name__ == "__main__":
-    ranks = launch(rank_program, nproc=4)
-    if is_root():
-        result = receipt(f"lab 06 on {len(ranks)} stages", judge(ranks))
-        print(result)
-        raise SystemExit(0 if result.ok else 1)
+    run("lab 06", rank_program, judge)

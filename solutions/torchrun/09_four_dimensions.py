@@ -8,14 +8,15 @@ torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
 With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from course.kit import receipt, row
-from minillm.comm import Group, Mesh, is_root, launch
+from course.kit import Row, row
+from course.kit.torchrun import attempt, run
+from minillm.comm import Group, Mesh
 from minillm.measure import ledger
 from minillm.model import ModelConfig, Transformer
 from minillm.parallel.context_parallel import context_attention, context_parallel
@@ -74,14 +75,7 @@ def meshes(n: int) -> list[dict[str, int]]:
 
 def rank_program(group: Group) -> dict[str, Any]:
     """Each part once; None if not written yet."""
-    return {name: attempt(part, group) for name, part in PARTS.items()}
-
-
-def attempt(part: Callable[[Group], Any], group: Group) -> Any:
-    try:
-        return part(group)
-    except NotImplementedError:
-        return None
+    return attempt(PARTS, group)
 
 
 def try_groups(group: Group) -> bool:
@@ -146,35 +140,21 @@ def predictions(n: int) -> list[int]:
     return found
 
 
+def judge_groups(ranks: list[bool]) -> Iterator[Row]:
+    yield row("groups: as torch's DeviceMesh", True, all(ranks))
+
+
+def judge_step(ranks: list[list[tuple[bool, int]]]) -> Iterator[Row]:
+    n = len(ranks)
+    for axes, sent, of_ranks in zip(meshes(n), predictions(n), zip(*ranks, strict=True), strict=True):
+        name = ", ".join(f"{axis} {size}" for axis, size in axes.items())
+        yield row(f"{name}: every gradient as on one process", True, all(right for right, _ in of_ranks))
+        yield row("    bytes sent over dp x cp", sent, sum(each for _, each in of_ranks), "B")
+
+
+def judge(name: str, ranks: list[Any]) -> Iterator[Row]:
+    return {"groups": judge_groups, "step": judge_step}[name](ranks)
+
+
 if __name__ == "__main__":
-    ranks = launch(rank_program, nproc=4)
-    if is_root():
-        rows = []
-        groups, steps = ([rank[name] for rank in ranks] for name in PARTS)
-        rows.append(
-            row(
-                "groups: as torch's DeviceMesh",
-                *((None, None) if None in groups else (True, all(groups))),
-            )
-        )
-        if None in groups:
-            rows[-1] = row("groups: not written yet", None, None)
-        if None in steps:
-            rows.append(row("hybrid step: not written yet", None, None))
-        else:
-            for axes, sent, found in zip(
-                meshes(len(ranks)), predictions(len(ranks)), zip(*steps, strict=True), strict=True
-            ):
-                name = ", ".join(f"{axis} {size}" for axis, size in axes.items())
-                rows.append(
-                    row(
-                        f"{name}: every gradient as on one process",
-                        True,
-                        all(right for right, _ in found),
-                    )
-                )
-                total = sum(each for _, each in found)
-                rows.append(row("    bytes sent over dp x cp", sent, total, "B"))
-        result = receipt(f"lab 09 on {len(ranks)} ranks", rows)
-        print(result)
-        raise SystemExit(0 if result.ok else 1)
+    run("lab 09", rank_program, judge)
