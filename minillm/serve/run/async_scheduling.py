@@ -55,6 +55,7 @@ class AsyncScheduling(EngineCore):
 
     def _hold(self, step: Step) -> None:
         """Its sequences end in placeholders, for tokens whose copy to the host is under way."""
+        step.outputs.logits = None  # sampled from already, so the next pass may have their memory
         if step.outputs.sampled is not None:
             step.outputs.sampled.send()
         for row, (sequence, sample, _, _) in enumerate(step.ready):

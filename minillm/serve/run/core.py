@@ -71,7 +71,7 @@ class EngineCore:
             hidden = speculation is not None and speculation.wants_hidden
             inputs = self.builder.build(step, requests.samples, sampled=speculation is None, hidden=hidden)
             step.outputs = self.runner.execute(inputs)
-            requests.end_cancelled()  # meanwhile
+            requests.end_cancelled()  # what was cancelled during the pass gets no token
             step.stage = "sampling"
             self.next_tokens.advance(step)
         except Exception as failure:

@@ -1,14 +1,14 @@
 """Steps in which every sequence brings one token, as replays of one recorded pass: a CUDA graph for each batch size.
 
-    a step's inputs ──one copy──▶ tokens │ slots │ positions │ what the backend reads   static, [size] each
+    a step's inputs ──one copy──▶ tokens │ positions │ slots │ the backend's plan       static, [size] each
     block tables, only what changed ────▶ rows of a static table                  ╲
                                                      replay: one launch for the whole model ──▶ logits, static, too
 
 At small batches a GPU is done with a kernel before the host has launched the next one; a graph launches all of them at
 once. It repeats the very kernels with the very addresses, so a pass may depend on nothing that the host knows: every
-length is read from device memory (`FixedDecode`), and a step of 5 sequences is filled up to the next recorded size.
-What fills it up is its shortest sequence again: the copies write the same keys to the same slot, so nothing that is
-not finite, and no slot of another sequence, can come in. On the CPU a replay calls the function anew.
+length is read from device memory (`FixedDecode`), and a step of 5 sequences is padded to the next recorded size. The
+padding repeats its shortest sequence: the copies write the same keys to the same slot, so no value that is not finite
+and no slot of another sequence can come in. On the CPU a replay calls the function anew.
 """
 
 import warnings

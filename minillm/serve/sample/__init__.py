@@ -1,4 +1,5 @@
 """The next token: `reference.py` for one sequence, `batch.py` for all sequences of a step.
 
-`next_tokens.py` turns what was sampled into answers that have grown.
+`selection.py` finds the cut of top-p and of a large top-k without sorting a vocabulary, and `next_tokens.py` adds the
+sampled tokens to their answers.
 """

@@ -1,4 +1,4 @@
-"""Which tokens top-k or top-p keeps of a whole vocabulary, without sorting it: the last one that is kept says it all.
+"""Which tokens of a whole vocabulary top-k or top-p keeps, without sorting it: the smallest weight kept decides.
 
     every weight ──▶ a sample, sorted ──▶ two weights between which the last one lies ──▶ only what lies there, sorted
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 SAMPLE = 2048  # weights of it, about
-MARGIN = 3  # how far from its estimate the last one kept may lie, in standard deviations and more
+MARGIN = 3  # half the search window around the sampled cut-off, in standard deviations
 PIECE = 256  # weights that are summed in float32
 SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -31,9 +31,10 @@ class LastKept(NamedTuple):
 
 
 def last_kept(weights: Tensor, limit: Tensor, whole: Tensor, *, counted: bool) -> LastKept:
-    """The last of the largest weights, if as many are kept as it takes for their sum (counted: their number) to reach
-    limit; of equals those at the lowest places. weights: [rows, width], multiples of PIECE; limit, and whole, what all
-    sum to: [rows, 1], float64.
+    """The smallest weight inside top-p (counted: inside top-k) of each row. Ties go to the lower index.
+
+    weights: [rows, width], width a multiple of PIECE. limit: [rows, 1], float64, the sum (counted: the number) that the
+    kept weights reach. whole: [rows, 1], float64, the sum (counted: the number) of all.
 
     A sorted sample tells between which two weights it lies, and only what lies there is gathered and sorted. It does
     lie there if those above do not reach the limit and with those between they do. How far is it from the sample's

@@ -60,8 +60,10 @@ class Sequence:
 
 @dataclass
 class Plan:
-    """One step: how many tokens of which sequence, and what had to happen for it. More than a sequence lacks: the rest
-    are draft tokens."""
+    """One step: how many tokens of which sequence, and which sequences were admitted and preempted for it.
+
+    A count above `num_uncomputed` includes draft tokens.
+    """
 
     batch: list[tuple[Sequence, int]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)

@@ -28,8 +28,9 @@ from minillm.serve.speculate.verify import distribution, verify, verify_greedy
 
 @dataclass(eq=False)
 class State:
-    """Of one sequence. draft: tokens not checked yet; place: those before them that were. checked, accepted: of this
-    draft so far, if several passes check it. The rest: AdaptiveK's."""
+    """Of one sequence. draft: its draft tokens that are not verified yet; place: how many tokens of this draft were
+    verified before. checked, accepted: how many of this draft so far, if several passes check it. tried, kept, drafts:
+    what `AdaptiveK` counts."""
 
     draft: Draft | None = None
     place: int = 0
