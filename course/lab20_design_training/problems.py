@@ -28,7 +28,8 @@ def seventy_on_64() -> Case:
     days = 15e12 / best.tokens_per_s / DAY
     often = (Layout(dp=4, zero=1, tp=8, pp=2, microbatches=128, recompute=each) for each in RECOMPUTE)
     quoted = next(layout for layout in often if memory(model, layout, 8192).total <= machine.usable)
-    reported = sorted(run.reported for run in published.RUNS if run.cluster.device.name == machine.device.name)
+    alike = [run for run in published.RUNS if run.cluster.device.name == machine.device.name and run.basis == "model"]
+    reported = sorted(run.reported for run in alike if run.reported)
     careful = 15e12 * model.training_flops(causal_context(8192)) / (64 * machine.device.flops * reported[0]) / DAY
     numbers = {
         "why": reasons(best.layout),
