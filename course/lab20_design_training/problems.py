@@ -235,6 +235,7 @@ def gpt3_on_1024() -> DesignCase:
     time = step(model, run.layout, run.cluster, run.seq, run.stack)
     speed = run.layout.batch * run.seq / time.seconds
     days = 300e9 / speed / DAY
+    estimated = 8 * 300e9 * 175e9 / (1024 * 140e12) / DAY  # Narayanan et al. 2021, §5.1: 8TP/(nX) at 140 TFLOP/s
     share = mfu(model, run.layout, run.cluster, run.seq, time.seconds)
     numbers = {
         "layout": str(run.layout),
@@ -260,6 +261,7 @@ def gpt3_on_1024() -> DesignCase:
                     3 / 4: "Full recomputation adds a forward pass.",
                 },
                 tolerance=0.2,
+                also=(estimated,),
             ),
         },
         numbers,
