@@ -283,6 +283,8 @@ def test_preemption_swap_forks_speculation_and_shared_prefixes_give_the_tokens_o
         (lambda: Settings(Int(bits=4, group=128)), None, "group 128 does not divide the 64 inputs of blocks.0.att"),
         (lambda: Settings(INT4, "awq"), None, "method 'awq' calibrates on text: give windows"),
         (lambda: Settings(INT4, "gptq"), torch.zeros(0, 8, dtype=torch.long), "calibration has no text"),
+        (lambda: Settings(INT4, "awq"), torch.zeros(2, 65, dtype=torch.long), "longer than the context of 64"),
+        (lambda: Settings(INT4, "awq"), torch.full((2, 8), 96), "token id 96 is outside"),
         (lambda: Settings(INT4, "hqq"), None, "method 'hqq' is unknown: use one of rtn, awq, gptq, smoothquant"),
         (lambda: Settings(INT4, "smoothquant"), None, "use bits 8, symmetric, one scale per output"),
         (lambda: Settings(INT4, skip=("o_proj", "experts")), None, "skip 'experts' is in no layer's name"),
