@@ -181,23 +181,25 @@ def empty_model(
     linears = {module: model.get_submodule(module) for pieces in held.values() for module in map(module_of, pieces)}
     for module in linears:
         model.set_submodule(module, nn.Identity())
-    model.to_empty(device=device or torch.get_default_device())
+    device = torch.device(device or torch.get_default_device())
+    model.to_empty(device=device)
     for weight, pieces in held.items():
         rows = [linears[module_of(piece)].out_features for piece in pieces]
         inputs = linears[module_of(pieces[0])].in_features
         codes, grid = layout.read(weight, [sum(rows), inputs], stored)
+        codes, grid = codes.to(device), Grid(*(None if each is None else each.to(device) for each in grid))
         start = 0
         for piece, count in zip(pieces, rows, strict=True):
             own = slice(start, start + count)
             part = Grid(*(None if each is None else each[own].clone() for each in grid))
             has_bias = linears[module_of(piece)].bias is not None
-            bias = torch.empty(count, dtype=dtype) if has_bias else None
+            bias = torch.empty(count, dtype=dtype, device=device) if has_bias else None
             layers[module_of(piece)] = QuantizedLinear(
                 layout.format, layout.format.pack(codes[own]), part, bias, layout.quantizes_inputs
             )
             start += count
     for module, layer in layers.items():
-        model.set_submodule(module, layer.to(device=device or torch.get_default_device()))
+        model.set_submodule(module, layer)
     return model
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.model.moe.experts import Experts
-from minillm.model.transformer import Block, Transformer
+from minillm.model.transformer import Block, Transformer, check_tokens
 from minillm.quantize.calibrate import Group, block_by_block, groups_of
 from minillm.quantize.experts import separate_experts
 from minillm.quantize.formats import Format, Int
@@ -90,6 +90,8 @@ def quantize(
         raise ValueError(f"method {settings.method!r} calibrates on text: give windows of tokens.")
     if windows is not None and not windows.numel():
         raise ValueError("calibration has no text: give at least one window of tokens.")
+    if windows is not None:
+        check_tokens(windows, model.config)
     before = nbytes(model)
     _check_sizes(model, settings)
     separate_experts(model)

@@ -18,6 +18,7 @@ from minillm.quantize.formats import Format, Int, unpack_halves
 
 INT4_GROUPS = (32, 64, 128, 256)  # what the kernel has been written for
 INT4_ROWS = 16  # outputs come in multiples of it
+INT4_BLOCK = 64  # outputs that are laid out together, or a multiple of their number
 DEQUANTIZE, INT8, INT4, W8A8 = (
     "dequantize", "torch._weight_int8pack_mm", "torch._weight_int4pack_mm_for_cpu", "torch._int_mm",
 )  # fmt: skip
@@ -93,17 +94,24 @@ def int4_layout(codes: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tens
 
 
 def codes_of_int4_layout(packed: Tensor) -> Tensor:
-    """The codes, -8 .. 7, [out, in], that `int4_layout` made `packed` of.
+    """The codes, -8 .. 7, [out, in], that `int4_layout` made `packed` of. Blocks of outputs are laid out alike."""
+    whole = len(packed) // INT4_BLOCK * INT4_BLOCK
+    parts = [packed[:whole].unflatten(0, (-1, INT4_BLOCK)), packed[None, whole:]]
+    return torch.cat([_codes_of_blocks(part) for part in parts if part.numel()])
+
+
+def _codes_of_blocks(blocks: Tensor) -> Tensor:
+    """blocks: [blocks, rows, in / 2] -> [blocks · rows, in].
 
     Where the kernel wants each code depends on the CPU, so that is asked: the numbers of the places go through the same
     conversion, a hexadecimal digit at a time.
     """
-    shape = len(packed), 2 * packed.shape[1]
-    numbers = torch.arange(packed.numel() * 2, dtype=torch.int32).view(shape)
-    places = torch.zeros(numbers.numel(), dtype=torch.int64)
-    for shift in range(0, (numbers.numel() - 1).bit_length(), 4):
+    rows, size = blocks.shape[1], 2 * blocks.shape[2]
+    numbers = torch.arange(rows * size, dtype=torch.int32).view(rows, size)
+    places = torch.zeros(rows * size, dtype=torch.int64)
+    for shift in range(0, (rows * size - 1).bit_length(), 4):
         digit = (numbers >> shift & 15).contiguous()
         places += unpack_halves(torch._convert_weight_to_int4pack_for_cpu(digit, 1)).flatten().long() << shift
-    codes = torch.empty(numbers.numel(), dtype=torch.int8)
-    codes[places] = unpack_halves(packed).flatten().to(torch.int8) - 8
-    return codes.view(shape)
+    codes = torch.empty(len(blocks), rows * size, dtype=torch.int8)
+    codes[:, places] = unpack_halves(blocks.flatten(1)).to(torch.int8) - 8
+    return codes.view(-1, size)

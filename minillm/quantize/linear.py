@@ -35,7 +35,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("zero", None if grid.zero is None else grid.zero.to(torch.int8))
         self.register_buffer("scales_and_zeros", None)  # for the int4 kernel: 4 bytes a group beside scale and zero
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.kernel = kernels.DEQUANTIZE
+        self.kernel, self._multiply = kernels.DEQUANTIZE, self._dequantize_and_multiply
         self.use(self._fastest())
 
     @classmethod
@@ -76,6 +76,8 @@ class QuantizedLinear(nn.Module):
     @torch.no_grad()
     def use(self, kernel: str) -> None:
         """Multiply with this kernel from here on. Codes change to its layout: they are never kept twice."""
+        if kernel == self.kernel:
+            return
         codes = self.unpacked()
         if kernel == kernels.INT4:
             self.codes, self.scales_and_zeros = kernels.int4_layout(codes, *self.grid)
@@ -110,13 +112,19 @@ class QuantizedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.format}, kernel={self.kernel}"
 
     def _apply(self, fn, recurse=True):
-        """Moves and casts of the model. Scales keep their dtype: a cast would change what the codes stand for."""
-        self.use(kernels.DEQUANTIZE)
+        """Moves and casts of the model. Scales keep their dtype: a cast would change what the codes stand for. On
+        another device, what multiplies is chosen anew."""
+        device = fn(torch.empty(0, device=self.codes.device)).device
+        if moves := device != self.codes.device:
+            self.use(kernels.DEQUANTIZE)
         kept = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, before in kept.items():
-            setattr(self, name, before.to(getattr(self, name).device))
-        self.use(self._fastest())
+            setattr(self, name, before.to(device))
+        if moves:
+            self.use(self._fastest())
+        else:
+            self._multiply = self._multiplication()
         return self
 
     def _fastest(self) -> str:

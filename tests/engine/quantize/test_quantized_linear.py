@@ -70,7 +70,7 @@ def test_casts_and_copies_do_not_change_what_the_codes_stand_for(format, _):
     assert quantized.bias.dtype == torch.bfloat16 and quantized(x.bfloat16()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("shape", [(16, 64), (48, 96), (64, 128), (144, 32)])
+@pytest.mark.parametrize("shape", [(16, 64), (48, 96), (64, 128), (144, 32), (256, 64)])
 def test_codes_come_back_from_the_layout_of_the_int4_kernel(shape):
     codes = torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(0)).to(torch.int8)
     packed, _ = kernels.int4_layout(codes, torch.ones(shape[0], 1), None)
