@@ -34,9 +34,9 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "restoring a run": ("train/checkpoint", "../../parallel/sharding/state manifest shares reader", 800),
     "request to token": (
         "serve",
-        "engine requests/params requests/request requests/table schedule/sequence schedule/scheduler run/core run/step "
-        "run/step_inputs run/model_runner sample/next_tokens sample/reference",
-        2000,
+        "engine requests/params requests/request requests/table schedule/sequence schedule/scheduler schedule/blocks "
+        "run/core run/step run/step_inputs run/model_runner sample/next_tokens sample/reference",
+        2210,
     ),
     "prefix cache": ("serve", "schedule/blocks schedule/sequence", 350),
     "quantized weights": ("quantize", "formats linear kernels in_place", 720),
