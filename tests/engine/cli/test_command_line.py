@@ -127,7 +127,7 @@ def test_another_missing_module_is_a_bug_and_passes_through(command, monkeypatch
         run(["probe"])
 
 
-OPTIONAL = {"flashinfer", "triton", "vllm"}  # used where they are installed
+OPTIONAL = {"flashinfer", "torchao", "triton", "vllm"}  # used where they are installed
 
 
 def test_dependencies_are_what_is_imported_and_what_pyproject_declares():
