@@ -40,6 +40,8 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     ),
     "prefix cache": ("serve", "schedule/blocks schedule/sequence", 350),
     "quantized weights": ("quantize", "formats linear kernels in_place", 720),
+    "rounding with calibration": ("quantize", "calibrate rescale gptq in_place", 480),
+    "quantized folders": ("quantize", "folder words hub", 420),
     "sampler": ("serve", "sample/reference sample/batch sample/selection", 480),
 }
 LONGER = {"cli/train.py": 333}  # than 330 lines; to be cut

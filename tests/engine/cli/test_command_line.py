@@ -127,7 +127,15 @@ def test_another_missing_module_is_a_bug_and_passes_through(command, monkeypatch
         run(["probe"])
 
 
-OPTIONAL = {"docutils", "flashinfer", "latex2mathml", "sphinx", "triton", "vllm"}  # used where they are installed
+OPTIONAL = {  # used where they are installed
+    "docutils",
+    "flashinfer",
+    "latex2mathml",
+    "sphinx",
+    "torchao",
+    "triton",
+    "vllm",
+}
 
 
 def test_dependencies_are_what_is_imported_and_what_pyproject_declares():
