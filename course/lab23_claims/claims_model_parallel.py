@@ -4,7 +4,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from course.kit.receipts import Row, formula, row
-from course.lab23_claims.statement import claim, computed
+from course.shared.statement import claim, computed
 from minillm.comm import launch
 from minillm.measure import ledger
 from minillm.model.attention.tiled import tiled

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from course.kit.receipts import Row, formula, row
 from course.lab23_claims.programs import traffic_of_stage_1
-from course.lab23_claims.statement import claim, computed
+from course.shared.statement import claim, computed
 from minillm.comm import launch
 from minillm.equivalence import SPLIT_CASES, ParallelConfig, compare
 from minillm.model import ModelConfig, Transformer

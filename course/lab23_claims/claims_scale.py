@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from course.kit.receipts import Row, formula, row
-from course.lab23_claims.statement import claim, computed
+from course.shared.statement import claim, computed
 from minillm.equivalence import CONTEXT_CASES, ParallelConfig, compare
 from minillm.predict import faults
 from minillm.predict.planner.architectures import architecture

@@ -5,7 +5,7 @@ import random
 import torch
 
 from course.kit.receipts import Row, formula, row
-from course.lab23_claims.statement import claim, computed
+from course.shared.statement import claim, computed
 from minillm.comm import RankError, launch
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import KVCache

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from course.kit.receipts import Row, row
-from course.lab23_claims.statement import claim, computed
+from course.shared.statement import claim, computed
 from minillm.comm import launch
 
 TORCH_FSDP = "torch.distributed.fsdp: https://docs.pytorch.org/docs/stable/fsdp.html"

@@ -4,7 +4,7 @@ import torch
 
 from course.kit.receipts import Row, formula, row
 from course.lab23_claims.programs import bytes_of_a_step, traffic_of_stage_1
-from course.lab23_claims.statement import claim, computed
+from course.shared.statement import claim, computed
 from minillm.comm import launch
 from minillm.model import ModelConfig
 from minillm.predict import comms

@@ -12,7 +12,7 @@ from course.lab23_claims import (
     claims_tools,
     claims_training,
 )
-from course.lab23_claims.statement import VERDICTS, Statement
+from course.shared.statement import VERDICTS, Statement
 
 MODULES = (
     claims_model_parallel,

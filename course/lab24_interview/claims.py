@@ -3,7 +3,7 @@
 from functools import cache
 from importlib import import_module
 
-from course.lab23_claims.statement import VERDICTS, Statement
+from course.shared.statement import VERDICTS, Statement
 
 TOPICS: dict[str, str] = {  # topic of lab 23: topic of the cards
     "pipeline": "pipeline parallel",

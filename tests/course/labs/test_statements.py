@@ -8,7 +8,7 @@ from course.kit import course
 from course.kit.receipts import row
 from course.lab23_claims import receipts
 from course.lab23_claims.receipts import STATEMENTS
-from course.lab23_claims.statement import VERDICTS
+from course.shared.statement import VERDICTS
 
 
 @pytest.mark.parametrize("key", STATEMENTS)
