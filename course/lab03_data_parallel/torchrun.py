@@ -150,7 +150,8 @@ def trained(
 
 
 def judge(name: str, ranks: list[dict[str, Any]]) -> Iterator[Row]:
-    yield row(f"{name}: gradients of one process on every rank", True, all(rank["right"] for rank in ranks))
+    right = all(rank["right"] for rank in ranks)
+    yield row(f"{name}: gradients of one process on every rank", True, right)
     if name == "weighted":
         return
     sent, predicted = (sum(rank[key] for rank in ranks) for key in ("bytes", "predicted"))

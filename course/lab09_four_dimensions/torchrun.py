@@ -150,9 +150,11 @@ def judge_groups(ranks: list[bool]) -> Iterator[Row]:
 
 def judge_step(ranks: list[list[tuple[bool, int]]]) -> Iterator[Row]:
     n = len(ranks)
-    for axes, sent, of_ranks in zip(meshes(n), predictions(n), zip(*ranks, strict=True), strict=True):
+    cases = zip(meshes(n), predictions(n), zip(*ranks, strict=True), strict=True)
+    for axes, sent, of_ranks in cases:
         name = ", ".join(f"{axis} {size}" for axis, size in axes.items())
-        yield row(f"{name}: every gradient as on one process", True, all(right for right, _ in of_ranks))
+        right = all(each for each, _ in of_ranks)
+        yield row(f"{name}: every gradient as on one process", True, right)
         yield row("    bytes sent over dp x cp", sent, sum(each for _, each in of_ranks), "B")
 
 

@@ -112,7 +112,8 @@ def save_and_load(group: Group, folder: Path) -> dict[str, Any]:
 
 
 def judge(name: str, ranks: list[dict[str, Any]]) -> Iterator[Row]:
-    complete, same, read = (sum(rank[key] for rank in ranks) for key in ("complete", "same", "read"))
+    totals = {key: sum(rank[key] for rank in ranks) for key in ("complete", "same", "read")}
+    complete, same, read = totals.values()
     yield row("ranks that find a whole checkpoint", len(ranks), complete)
     yield row("loaded by one rank more: ranks with the same bits", len(ranks), same)
     yield row("bytes read by all", NUMEL * ITEMSIZE, read, "B")

@@ -33,7 +33,7 @@ def rank_program(group: Group) -> dict[str, Any]:
 
 
 def deal_two_epochs(group: Group) -> tuple[list[int], int]:
-    """The samples of at least two epochs that this rank got, and the messages it sent to know them."""
+    """This rank's samples of at least two epochs, and the messages it sent to know them."""
     samples, position = [], 0
     with measure.ledger() as led:
         while position < 2 * NUM_SAMPLES:

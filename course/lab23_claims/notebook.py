@@ -45,7 +45,7 @@ from course.lab23_claims import receipts
 def counterexample():
     """-> (tokens, losses): two lists with an entry per rank."""
     # BEGIN SOLUTION
-    tokens, losses = [12, 4], [2.0, 4.0]  # (24 + 16) / 16 = 2.5 per token, but a mean of means of 3.0
+    tokens, losses = [12, 4], [2.0, 4.0]  # 40 / 16 = 2.5 per token, but a mean of means of 3.0
     assert len(tokens) == len(losses)
     return tokens, losses
     # END SOLUTION
