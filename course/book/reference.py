@@ -9,7 +9,19 @@ from types import ModuleType
 from minillm.__main__ import COMMANDS, GROUPS, parser_of
 from minillm.cli.examples import examples_of
 
-PACKAGES = ("comm", "measure", "predict", "model", "data", "quantize", "parallel", "train", "serve", "equivalence", "bench")
+PACKAGES = (
+    "comm",
+    "measure",
+    "predict",
+    "model",
+    "data",
+    "quantize",
+    "parallel",
+    "train",
+    "serve",
+    "equivalence",
+    "bench",
+)
 
 
 def package_page(package: str) -> str:

@@ -17,8 +17,6 @@ PUBLIC = {  # what the course and the README import, by subpackage
     "minillm.data": "corpus Tokenizer TokenDataset",
     "minillm.parallel": "NaiveDDP BucketedDDP ZeroOptimizer FullyShard ColumnParallelLinear RowParallelLinear "
     "VocabParallelEmbedding vocab_parallel_cross_entropy Pipeline schedules",
-    "minillm.parallel": "NaiveDDP BucketedDDP ZeroOptimizer FullyShard ColumnParallelLinear RowParallelLinear "
-    "VocabParallelEmbedding vocab_parallel_cross_entropy Pipeline schedules",
     "minillm.train": "TrainConfig Trainer ParallelConfig SingleDevice Hybrid fit preset",
     "minillm.serve": "BlockPool Scheduler LLM SamplingParams",
     "course.kit": "exercise check hint receipt",
