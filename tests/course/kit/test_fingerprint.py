@@ -260,6 +260,7 @@ LEFT_OUT = {  # of the labs' modules and of the data in course/ and minillm/: wh
     r"course/lab24_interview/sheet\.py": "a page that only `python -m minillm interview --sheet` writes",
     r"minillm/data/tokenizer\.source\.json": "from which text the tokenizer was made; a test reads it",
     r"course/kit/jupyter/.*": "settings of the learner's JupyterLab",
+    r"course/book/.*": "how the website looks",
 }
 
 
