@@ -367,8 +367,8 @@ receipts.published_table()
 # [Jiang et al. 2024](https://arxiv.org/abs/2402.15627), [IBM](https://github.com/foundation-model-stack/fms-fsdp),
 # [NVIDIA](https://github.com/NVIDIA/dgxc-benchmarking) (three),
 # [Llama Team 2024](https://arxiv.org/abs/2407.21783), [DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437). The paper
-# prints no layout for the GPT-3 run on 1,024 GPUs, so the row has the nearest one. Three seem not to fit: NVIDIA
-# keeps gradients in 16 bits and DeepSeek activations in 8, where the formulas have 32 and 16.
+# prints no layout for the GPT-3 run on 1,024 GPUs, so the row has the nearest one. Two seem not to fit: NVIDIA keeps
+# gradients in 16 bits and DeepSeek activations in 8, where the formulas have 32 and 16.
 #
 # Why does a model of 1.7B on single GPUs reach less of the peak than one of 1T, which has every kind of communication?
 # In 2021 attention wrote its scores to memory and read them back, five times over. That traffic grows with the hidden
