@@ -49,7 +49,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/codespell minillm course docs README.md CONTRIBUTING.md
+	$(BIN)/codespell minillm course docs README.md CONTRIBUTING.md CHANGELOG.md
 
 notebooks: $(VENV)/.ready
 	$(BIN)/python -m minillm notebooks

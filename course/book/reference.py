@@ -49,8 +49,8 @@ def commands_page() -> str:
         for name in commands:
             parser = parser_of(name)
             about = inspect.cleandoc(parser.help or COMMANDS[name][1])
-            rows = [f"| {_flags(p)} | {_cell(getattr(p, 'help', '') or '')} |" for p in parser.params]
-            table = ["| option | what it does |", "|---|---|", *rows] if rows else []
+            rows = [f"| {_flags(p)} | {_default(p)} | {_cell(getattr(p, 'help', '') or '')} |" for p in parser.params]
+            table = ["| option | default | what it does |", "|---|---|---|", *rows] if rows else []
             examples = "\n".join(f"    {example}" for example in examples_of(name))
             parts += [f"### `{name}`", about, "\n".join(table), examples]
     return "\n\n".join(parts) + "\n"
@@ -108,6 +108,14 @@ def _flags(parameter) -> str:
     """`--dp, -d`, or an argument's name."""
     names = [*parameter.opts, *parameter.secondary_opts]
     return ", ".join(f"`{name if name.startswith('-') else name.upper()}`" for name in names)
+
+
+def _default(parameter) -> str:
+    if parameter.required:
+        return "required"
+    told = getattr(parameter, "show_default", None)
+    value = told if isinstance(told, str) else parameter.default
+    return "" if value in (None, False, ()) or callable(value) else _cell(str(value))
 
 
 def _cell(text: str) -> str:

@@ -24,7 +24,7 @@ def test_every_lab_guide_and_package_is_in_the_table_of_contents():
     assert {page for page in pages if page.startswith("labs/")} == {f"labs/{name}" for name in NAMES}
     assert {page for page in pages if page.startswith("docs/")} == {f"docs/{p.stem}" for p in ROOT.glob("docs/*.md")}
     exporting = {p.parent.name for p in ROOT.glob("minillm/*/__init__.py") if "__all__" in p.read_text()}
-    assert exporting <= set(PACKAGES)
+    assert exporting == set(PACKAGES)
 
 
 def test_every_committed_figure_is_shown_with_what_it_says():

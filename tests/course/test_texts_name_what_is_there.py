@@ -12,7 +12,10 @@ from minillm.__main__ import COMMANDS, parser_of
 from minillm.bench import BENCHES
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 MASTERS = list(course.masters(ROOT).values())
 FOLDERS = "minillm|course|labs|solutions|docs|figures|tests"
 PACKAGES = [path.parent.name for path in (ROOT / "minillm").glob("*/__init__.py")]
