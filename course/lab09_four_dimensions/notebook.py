@@ -354,9 +354,10 @@ receipts.orders(my_plan())
 
 # %% [markdown]
 # How far can such formulas be trusted? These are some of the runs whose authors published layout and speed. Five numbers
-# are fitted, to every second run of a longer list (`python -m minillm plan --published` prints all of it, and the error
-# of the runs that were not fitted): the share of the peak that matrix products reach on an A100 and on an H100, the width
-# at which they reach half of it, what communication beside computation costs, and the speed-up of 8 bits.
+# are fitted to every second run of a longer list: the share of the peak that matrix products reach on an A100 and on an
+# H100, the width at which they reach half of it, what communication beside computation costs, and the speed-up of 8 bits.
+# `python -m minillm plan --published` prints the list, and the error of the runs that were not fitted. Which terms the
+# formulas have was decided with all of them in view, so expect more of a run that is not there.
 
 # %%
 receipts.published_table()
@@ -367,13 +368,12 @@ receipts.published_table()
 # [Jiang et al. 2024](https://arxiv.org/abs/2402.15627), [IBM](https://github.com/foundation-model-stack/fms-fsdp),
 # [NVIDIA](https://github.com/NVIDIA/dgxc-benchmarking) (three),
 # [Llama Team 2024](https://arxiv.org/abs/2407.21783), [DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437). The paper
-# prints no layout for the GPT-3 run on 1,024 GPUs, so the row has the nearest one. Two seem not to fit: NVIDIA keeps
+# prints no layout for the GPT-3 run on 1,024 GPUs, so the row has the nearest one. Three seem not to fit: NVIDIA keeps
 # gradients in 16 bits and DeepSeek activations in 8, where the formulas have 32 and 16.
 #
 # Why does a model of 1.7B on single GPUs reach less of the peak than one of 1T, which has every kind of communication?
-# In 2021 attention wrote its scores to memory and read them back, five times over. That traffic grows with the hidden
-# size, matrix products with its square: it is 29 % of the small model's time and 2 % of
-# the large one's.
+# In 2021 attention wrote its scores to memory and read them back for each step of the softmax. That traffic grows with
+# the hidden size, matrix products with its square: it is 29 % of the small model's time and 2 % of the large one's.
 #
 # There is more than one good answer: on 992 A100s, OPT-175B combined tensor parallelism with fully sharded data
 # parallelism and had no pipeline ([Zhang et al. 2022](https://arxiv.org/abs/2205.01068), §2.4).
