@@ -30,7 +30,7 @@ def provenance(command: str | None = None, packages: tuple[str, ...] = ()) -> di
         "hardware": ", ".join([processor(), *gpus]),
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "os": f"{platform.system()} {platform.release()}",
+        "os": f"{platform.system()} {platform.release().split('-')[0]}",  # without what the host's builder adds
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in (*PACKAGES, *packages)}},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command or _this_command(),
