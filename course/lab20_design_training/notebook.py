@@ -26,8 +26,8 @@
 # > - *"A 7B model needs 14 GB, so it trains on one GPU."* Weights in 16 bits are 14 GB; training holds 16 to 18 bytes
 # >   per parameter before the first activation ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), §3.1).
 # > - *"An MFU under 50 % means that something is broken."* 38 to 43 % were reported for Llama 3 405B
-# >   ([Llama Team 2024](https://arxiv.org/abs/2407.21783), table 4); runs on A100, whose network and memory are faster
-# >   beside their arithmetic, report up to 56 %.
+# >   ([Llama Team 2024](https://arxiv.org/abs/2407.21783), table 4); smaller runs with a published layout reach up to
+# >   56 % on A100 and 53 % on H100.
 # > - *"100 % GPU utilisation means that the job is bound by compute."* A communication kernel that waits counts as busy.
 
 # %%
@@ -53,9 +53,9 @@ from course.lab20_design_training import figures, receipts
 receipts.published_runs()
 
 # %% [markdown]
-# Every share is within 12 % of what was reported, most within 5 %. Three rows deserve doubt: the layout of the run on 1,024
-# GPUs is not printed in its paper, the network of the FSDP run is not either, and DeepSeek-V3 keeps activations in 8 bits,
-# which our 16-bit formula for memory does not know.
+# Every share is within 12 % of what was reported, most within 5 %. Some rows deserve doubt: the layout of the run on 1,024
+# GPUs is not printed in its paper, the network of the FSDP run is not either; and three hold less than our formula for
+# memory says, since NVIDIA keeps gradients in 16 bits and DeepSeek activations in 8.
 #
 # ### Exercise 1 · bytes of states on one rank (10 minutes)
 #

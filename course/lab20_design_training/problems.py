@@ -103,9 +103,10 @@ def reasons(layout: Layout) -> str:
     else:
         found.append(f"tensor parallelism of {layout.tp} keeps its collectives on NVLink")
     if layout.cp > 1:
+        way = "inside a node" if layout.tp * layout.cp <= 8 else "over the network"
         found.append(
-            f"context parallelism of {layout.cp} divides activations inside a node and passes on the few kv heads' "
-            "keys and values, which hide behind attention"
+            f"context parallelism of {layout.cp} divides activations and passes on the few kv heads' keys and values "
+            f"{way}, which hide behind attention"
         )
     if layout.pp > 1:
         found.append(f"{layout.pp} pipeline stages across nodes send the fewest bytes, and chunks shorten their bubble")

@@ -51,7 +51,7 @@ def ring_rounds(draw: Random) -> Decision:
         "",
         f"2(N-1) = {2 * (ranks - 1)}: N-1 for the reduce-scatter, N-1 for the all-gather.",
         slips={0.5: "That is one of the two phases."},
-        tolerance=0.01,
+        tolerance=0.003,
     )
 
 
@@ -100,9 +100,9 @@ def fsdp_bytes(draw: Random) -> Decision:
         value,
         "B",
         f"3P(N-1)/N per microbatch: two gathers and a reduce-scatter, {count} · 3 · {2 * billions} GB: {data(value)}.",
-        slips={2 / 3: "Weights are gathered twice, for forward and for backward.", 1 / (3 * count): "That is P once."},
+        slips={2 / 3: "Weights are gathered twice, for forward and for backward.", 1 / (3 * count): "That is P once."}
+        | {ranks: f"That is the number of all {ranks} ranks together; the question asks for one."},
         tolerance=0.1,
-        gpus=ranks,
     )
 
 

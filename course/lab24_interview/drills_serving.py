@@ -97,7 +97,7 @@ def adapter(draw: Random) -> Decision:
 
 def sequences(draw: Random) -> Decision:
     model, gigabytes, tokens = architecture("llama-3-8b"), draw.choice((24, 40, 80, 141)), draw.choice((2048, 8192))
-    value = max(1, int((0.9 * gigabytes * 1e9 - 2 * model.parameters) // (tokens * model.kv_bytes())))
+    value = int((0.9 * gigabytes * 1e9 - 2 * model.parameters) // (tokens * model.kv_bytes()))
     return Decision(
         f"Sequences of {tokens:,} tokens beside Llama 3 8B in 16 bits on {gigabytes} GB, 90 % of it usable?",
         value,
@@ -170,7 +170,7 @@ def load_time(draw: Random) -> Decision:
 
 
 def blocks(draw: Random) -> Decision:
-    count, tokens, size = draw.choice((10, 64, 200)), draw.choice((500, 1000, 4090)), draw.choice((16, 32))
+    count, tokens, size = draw.choice((10, 64, 200)), draw.choice((40, 100, 250)), draw.choice((16, 32))
     value = count * math.ceil(tokens / size)
     return Decision(
         f"Blocks of {size} tokens for {count} sequences of {tokens:,} tokens that share nothing?",
@@ -183,7 +183,7 @@ def blocks(draw: Random) -> Decision:
 
 
 def shared_blocks(draw: Random) -> Decision:
-    count, tokens, size = draw.choice((10, 100, 500)), draw.choice((250, 1000, 2040)), draw.choice((16, 32))
+    count, tokens, size = draw.choice((4, 8, 16)), draw.choice((40, 100, 250)), draw.choice((16, 32))
     value = (count - 1) * (tokens // size)
     return Decision(
         f"Blocks saved if {count} requests share a prefix of {tokens:,} tokens in blocks of {size}?",

@@ -16,9 +16,13 @@ def states(draw: Random) -> Decision:
         value,
         "B",
         f"18 · {billions}e9 / {ranks} = {data(value)}.",
-        slips={2 / 18: "That is the 16-bit weights alone.", 16 / 18: "That is with 16-bit gradients."},
+        slips={
+            2 / 18: "That is the 16-bit weights alone.",
+            16 / 18: "That is with 16-bit gradients.",
+            ranks: f"That is the number of all {ranks} GPUs together; the question asks for one.",
+            1 / ranks: "You divided by the GPUs once too often.",
+        },
         tolerance=0.1,
-        gpus=ranks,
     )
 
 

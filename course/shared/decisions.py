@@ -195,7 +195,7 @@ def _usual_slips(decision: Decision) -> dict[float, str]:
         slips[0.5] = "Half of it: a multiplication and an addition are two operations."
         slips[1 / 3] = "A third of it: backward takes twice what forward takes."
         slips[3] = "Three times too large: that includes a backward pass."
-    if decision.unit in ("", "%"):
+    if decision.unit == "" and not isinstance(decision.value, int) and decision.value <= 1:
         slips[100] = "That is in percent; the question asks for a share between 0 and 1."
     if decision.unit == "s":
         slips[1e3] = "That many milliseconds; the question asks for seconds."

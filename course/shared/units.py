@@ -28,11 +28,12 @@ def in_unit(guess: object, unit: str) -> float:
     return number * _times(said, unit, guess)
 
 
-_TIME = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "days": 86400.0}
+_TIME = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "days": 86400.0}
 _NAMES = {
     "sec": "s", "secs": "s", "second": "s", "seconds": "s", "millisecond": "ms", "milliseconds": "ms",
     "minute": "min", "minutes": "min", "mins": "min", "hour": "h", "hours": "h", "d": "days", "day": "days",
     "byte": "B", "bytes": "B", "flops": "FLOP", "flop": "FLOP", "percent": "%", "token": "tokens", "tok/s": "tokens/s",
+    "µs": "us", "μs": "us", "microsecond": "us", "microseconds": "us", "bit": "bits",
 }  # fmt: skip
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -64,6 +65,7 @@ def _times(said: str, unit: str, guess: str) -> float:
 
 _COUNTED = {
     "times", "x", "parameters", "params", "tokens", "sequences", "stages", "ranks", "gpus", "GPUs", "service times",
+    "rounds", "nodes", "blocks", "microbatches", "experts", "requests", "FLOP/B", "FLOPs per byte",
 }  # fmt: skip
 
 

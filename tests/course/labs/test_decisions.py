@@ -87,6 +87,8 @@ SAID = [  # as somebody says it, the unit asked for, what it is
     ("25 ms", "s", 0.025), ("2 min", "s", 120), ("3 hours", "s", 10800), ("48 h", "days", 2), ("3.5", "days", 3.5),
     ("1,076", "s", 1076), ("12k tokens/s", "tokens/s", 12e3), ("3 GWh", "MWh", 3000), ("5 TFLOP", "FLOP", 5e12),
     ("1.2 million GPU-hours", "GPU-hours", 1.2e6), ("20k", "tokens", 20e3), (12, "s", 12), ("1e9", "B", 1e9),
+    ("220 µs", "s", 220e-6), ("220 us", "s", 220e-6), ("46 rounds", "", 46), ("8.5 bit", "bits", 8.5),
+    ("206 FLOP/B", "", 206),
 ]  # fmt: skip
 
 

@@ -38,6 +38,19 @@ def own_progress(tmp_path, monkeypatch):
     monkeypatch.setenv("MINILLM_PROGRESS", str(tmp_path / "progress.json"))
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_a_drill_refuses_the_mistake_that_it_drills(seed):
+    """Rounds of N or 2N, blocks rounded the other way."""
+    rounds = drills.DRILLS["ring_rounds"](random.Random(seed))
+    assert [judge(rounds, rounds.value + more).kind for more in (0, 1, 2)].count("right") == 1
+    for name, up in (("blocks", False), ("shared_blocks", True)):
+        drill = drills.DRILLS[name](random.Random(seed))
+        numbers = [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", drill.question)]
+        size, count, tokens = numbers if name == "blocks" else (numbers[2], numbers[0] - 1, numbers[1])
+        other = -(-tokens // size) if up else tokens // size
+        assert judge(drill, count * other).kind != "right", drill.question
+
+
 @pytest.mark.parametrize("topic", deck.topics())
 def test_every_number_of_a_card_is_computed(topic):
     for card in deck.of_topic(topic):
