@@ -59,9 +59,17 @@ def load_full(
     model: Mapping[str, Tensor] = {},
     what: str = "this optimizer state",
 ) -> None:
-    """The inverse of `full_state`, on a rank of any layout; no communication. optimizer: may be what a plain optimizer
-    of the same parameters has saved: then "names" are those of this rank, and masters are copied from the weights.
-    ValueError: it is of another model, or its optimizer groups parameters otherwise."""
+    """The inverse of `full_state`, on a rank of any layout; no communication. Parameters and errors: `parts_of_full`.
+    After a ValueError nothing has changed."""
+    local.load_parts(*parts_of_full(local, optimizer, model, what))
+
+
+def parts_of_full(
+    local: LocalState, optimizer: Mapping[str, Any], model: Mapping[str, Tensor], what: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `local.load_parts` takes: this rank's parts of a whole state, and the optimizer's numbers. optimizer: may be
+    what a plain optimizer of the same parameters has saved: then "names" are those of this rank, and masters are copied
+    from the weights. ValueError: it is of another model, or its optimizer groups parameters otherwise."""
     own = local.names
     names = optimizer.get("names", list(itertools.chain(*own)))
     ordered, sizes = iter(names), [len(group["params"]) for group in optimizer["param_groups"]]
@@ -90,4 +98,4 @@ def load_full(
                 counted.setdefault(name, {})[key] = number
     required = local.required_parts({name: tensor.shape for name, tensor in tensors.items()}, what, masters=False)
     parts = {name: placement.cut(tensors[name]) for name, placement in required.items()}
-    local.load_parts(parts, {"groups": optimizer["param_groups"], "counted": counted})
+    return parts, {"groups": optimizer["param_groups"], "counted": counted}
