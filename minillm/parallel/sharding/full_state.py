@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.parallel.sharding.gather import gather
-from minillm.parallel.sharding.state import LocalState, dtype_name, numbered, per_element, value_of
+from minillm.parallel.sharding.state import LocalState, number_of, numbered, per_element, value_of
 
 
 def full_state(local: LocalState, group: Group | None) -> dict[str, Any]:
@@ -93,9 +93,7 @@ def parts_of_full(
             if key in kept and isinstance(value, Tensor):
                 tensors[f"optimizer/{key}/{name}"] = value
             else:
-                is_tensor = isinstance(value, Tensor)
-                number = [value.item(), dtype_name(value)] if is_tensor else [value, None]
-                counted.setdefault(name, {})[key] = number
+                counted.setdefault(name, {})[key] = number_of(value)
     required = local.required_parts({name: tensor.shape for name, tensor in tensors.items()}, what, masters=False)
     parts = {name: placement.cut(tensors[name]) for name, placement in required.items()}
     return parts, {"groups": optimizer["param_groups"], "counted": counted}
