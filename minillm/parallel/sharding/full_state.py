@@ -27,7 +27,7 @@ def full_state(local: LocalState, group: Group | None) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, Tensor]] = {"model": {}, "master": {}}
     for key, tensor in tensors.items():
-        kind, name = key.split("/", 1)
+        kind, name = key.split("/", 1)  # no further: torch allows slashes in the names of modules
         if kind == "optimizer":
             key, name = name.split("/", 1)
             state.setdefault(name, {})[key] = tensor
