@@ -53,15 +53,10 @@ def full_state(local: LocalState, group: Group | None) -> dict[str, Any]:
     return {"model": found["model"], "optimizer": optimizer}
 
 
-def load_full(
-    local: LocalState,
-    optimizer: Mapping[str, Any],
-    model: Mapping[str, Tensor] = {},
-    what: str = "this optimizer state",
-) -> None:
+def load_full(local: LocalState, optimizer: Mapping[str, Any], model: Mapping[str, Tensor] = {}) -> None:
     """The inverse of `full_state`, on a rank of any layout; no communication. Parameters and errors: `parts_of_full`.
     After a ValueError nothing has changed."""
-    local.load_parts(*parts_of_full(local, optimizer, model, what))
+    local.load_parts(*parts_of_full(local, optimizer, model, "this optimizer state"))
 
 
 def parts_of_full(
@@ -69,7 +64,8 @@ def parts_of_full(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `local.load_parts` takes: this rank's parts of a whole state, and the optimizer's numbers. optimizer: may be
     what a plain optimizer of the same parameters has saved: then "names" are those of this rank, and masters are copied
-    from the weights. ValueError: it is of another model, or its optimizer groups parameters otherwise."""
+    from the weights. what: a name for it in messages. ValueError: it is of another model, or its optimizer groups
+    parameters otherwise."""
     own = local.names
     names = optimizer.get("names", list(itertools.chain(*own)))
     ordered, sizes = iter(names), [len(group["params"]) for group in optimizer["param_groups"]]
