@@ -29,7 +29,7 @@ from minillm.model import check_tokens
 from minillm.model.compiler import check_compiler
 from minillm.model.loss import IGNORE
 from minillm.model.moe import forget_load, update_balance_biases
-from minillm.parallel.sharding.full_state import full_state, load_full
+from minillm.parallel.sharding.full_state import full_state, parts_of_full
 from minillm.parallel.sharding.placement import clip_, gradients_of
 from minillm.parallel.sharding.state import LocalState
 from minillm.predict.model import causal_context, training_flops
@@ -232,9 +232,13 @@ class Trainer:
         return {**self.progress(), "generators": generator_states(self.device)(), **whole}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken. ValueError if that was with another configuration or other data."""
+        """Goes on where `state` was taken. ValueError, and nothing has changed, if that was with another configuration
+        or other data, or if its tensors or its optimizer are of another model."""
+        self.check(state)
+        local = self.local_state()
+        parts, numbers = parts_of_full(local, state["optimizer"], state["model"], "the state")
         self.resume_at(state)
-        load_full(self.local_state(), state["optimizer"], state["model"], "the state")
+        local.load_parts(parts, numbers)
         restore_generators(state["generators"], self.device)
 
     @property

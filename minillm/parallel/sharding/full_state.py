@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.parallel.sharding.gather import gather
-from minillm.parallel.sharding.state import LocalState, dtype_name, numbered, per_element, value_of
+from minillm.parallel.sharding.state import LocalState, number_of, numbered, per_element, value_of
 
 
 def full_state(local: LocalState, group: Group | None) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def full_state(local: LocalState, group: Group | None) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, Tensor]] = {"model": {}, "master": {}}
     for key, tensor in tensors.items():
-        kind, name = key.split("/", 1)
+        kind, name = key.split("/", 1)  # no further: torch allows slashes in the names of modules
         if kind == "optimizer":
             key, name = name.split("/", 1)
             state.setdefault(name, {})[key] = tensor
@@ -53,15 +53,19 @@ def full_state(local: LocalState, group: Group | None) -> dict[str, Any]:
     return {"model": found["model"], "optimizer": optimizer}
 
 
-def load_full(
-    local: LocalState,
-    optimizer: Mapping[str, Any],
-    model: Mapping[str, Tensor] = {},
-    what: str = "this optimizer state",
-) -> None:
-    """The inverse of `full_state`, on a rank of any layout; no communication. optimizer: may be what a plain optimizer
-    of the same parameters has saved: then "names" are those of this rank, and masters are copied from the weights.
-    ValueError: it is of another model, or its optimizer groups parameters otherwise."""
+def load_full(local: LocalState, optimizer: Mapping[str, Any], model: Mapping[str, Tensor] = {}) -> None:
+    """The inverse of `full_state`, on a rank of any layout; no communication. Parameters and errors: `parts_of_full`.
+    After a ValueError nothing has changed."""
+    local.load_parts(*parts_of_full(local, optimizer, model, "this optimizer state"))
+
+
+def parts_of_full(
+    local: LocalState, optimizer: Mapping[str, Any], model: Mapping[str, Tensor], what: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `local.load_parts` takes: this rank's parts of a whole state, and the optimizer's numbers. optimizer: may be
+    what a plain optimizer of the same parameters has saved: then "names" are those of this rank, and masters are copied
+    from the weights. what: a name for it in messages. ValueError: it is of another model, or its optimizer groups
+    parameters otherwise."""
     own = local.names
     names = optimizer.get("names", list(itertools.chain(*own)))
     ordered, sizes = iter(names), [len(group["params"]) for group in optimizer["param_groups"]]
@@ -85,9 +89,7 @@ def load_full(
             if key in kept and isinstance(value, Tensor):
                 tensors[f"optimizer/{key}/{name}"] = value
             else:
-                is_tensor = isinstance(value, Tensor)
-                number = [value.item(), dtype_name(value)] if is_tensor else [value, None]
-                counted.setdefault(name, {})[key] = number
+                counted.setdefault(name, {})[key] = number_of(value)
     required = local.required_parts({name: tensor.shape for name, tensor in tensors.items()}, what, masters=False)
     parts = {name: placement.cut(tensors[name]) for name, placement in required.items()}
-    local.load_parts(parts, {"groups": optimizer["param_groups"], "counted": counted})
+    return parts, {"groups": optimizer["param_groups"], "counted": counted}

@@ -11,7 +11,8 @@
 
 A placement is data without groups: parts outermost first, one for each axis that the tensor is spread over. Of ranks
 that hold the same numbers, the one with copy 0 counts them, in norms and in what is saved. The names are those of
-torch's DTensor. The collective functions at the end are all that a spread model needs besides its own mechanism.
+torch's DTensor. The collective functions at the end, and `gather` in gather.py, are all that a spread model needs
+besides its own mechanism.
 """
 
 import math

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from minillm.comm.operands import dtype_name
 from minillm.parallel.sharding.placement import Placement
 
 
@@ -181,8 +182,9 @@ def value_of(value: Any, dtype: str | None) -> Any:
     return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
 
 
-def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def number_of(value: Any) -> list[Any]:
+    """The inverse of `value_of`: [value, dtype]."""
+    return [value.item(), dtype_name(value)] if isinstance(value, Tensor) else [value, None]
 
 
 def per_element(entries: Mapping[str, Mapping[str, Any]]) -> set[str]:

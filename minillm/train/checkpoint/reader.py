@@ -64,14 +64,14 @@ def restore(trainer: Trainer, run: Path, *, tokenizer: str | None = None) -> Res
 def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restored:
     """ValueError, Damaged or OSError on all ranks, and then nothing has changed."""
     group, folder = trainer.parallel.group, files.folder
-    rank = group.rank if group else 0
+    rank, local = group.rank if group else 0, trainer.local_state()
     parts, needs, problem, manifest = {}, {}, None, None
     try:
         manifest = files.manifest()
         _check(trainer, manifest, folder)
         if tokenizer and manifest.tokenizer and tokenizer != manifest.tokenizer:
             raise ValueError(f"{folder} was trained with another tokenizer: use the same or another run.")
-        needs = trainer.local_state().required_parts({name: saved.shape for name, saved in manifest.tensors.items()})
+        needs = local.required_parts({name: saved.shape for name, saved in manifest.tensors.items()})
         with files:
             for name, placement in needs.items():
                 parts[name] = files.read(name, placement, manifest)
@@ -88,7 +88,7 @@ def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restore
     if problem:
         raise ValueError(f"{folder}: {problem}" if str(problem).startswith("it ") else str(problem))
     trainer.resume_at(manifest.progress)
-    trainer.local_state().load_parts(parts, manifest.optimizer)
+    local.load_parts(parts, manifest.optimizer)
     states = manifest.generators
     restore_generators(states[rank % len(states)], trainer.device)
     return Restored(folder, manifest.step, files.bytes_read, sum(part.nbytes for part in parts.values()))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from minillm.model.hf.load import DTYPES
-from minillm.parallel.sharding.state import value_of
+from minillm.parallel.sharding.state import LocalState, number_of, value_of
 from minillm.train.checkpoint.generators import restore_generators
 from minillm.train.checkpoint.manifest import Manifest, SavedTensor
 from minillm.train.checkpoint.reader import read_whole
@@ -51,10 +51,11 @@ def from_torch(folder: Path, trainer: Trainer) -> None:
     ValueError on all ranks, and nothing has changed, if there is none, or if it is of another model or other settings.
     """
     group, problem, placements = trainer.parallel.group, None, {}
+    local = trainer.local_state()
     try:
         manifest, tensors = _read(folder)
-        placements = trainer.local_state().required_parts({name: tensor.shape for name, tensor in tensors.items()})
-        _check_optimizer(trainer, manifest)
+        placements = local.required_parts({name: tensor.shape for name, tensor in tensors.items()})
+        _check_optimizer(local, manifest)
         if manifest.progress:
             trainer.check(manifest.progress)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -67,7 +68,7 @@ def from_torch(folder: Path, trainer: Trainer) -> None:
     if manifest.progress:
         trainer.resume_at(manifest.progress)
     parts = {name: placement.cut(tensors[name]) for name, placement in placements.items()}
-    trainer.local_state().load_parts(parts, manifest.optimizer)
+    local.load_parts(parts, manifest.optimizer)
     if manifest.generators:
         rank = group.rank if group else 0
         restore_generators(manifest.generators[rank % len(manifest.generators)], trainer.device)
@@ -87,7 +88,7 @@ def _read(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
             if tensor.dim():
                 tensors[f"optimizer/{key}/{parameter}"] = tensor
             else:
-                counted[parameter][key] = [tensor.item(), str(tensor.dtype).removeprefix("torch.")]
+                counted[parameter][key] = number_of(tensor)
     for name, tensor in list(tensors.items()):
         kind, _, parameter = name.partition("/")
         if tensor.dtype not in DTYPES:
@@ -100,9 +101,9 @@ def _read(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
     return Manifest(0, progress.get("step", 0), None, (), progress, optimizer, generators, shapes), tensors
 
 
-def _check_optimizer(trainer: Trainer, manifest: Manifest) -> None:
+def _check_optimizer(local: LocalState, manifest: Manifest) -> None:
     """ValueError if the state is of another optimizer than the trainer's, or has a part of what a parameter needs."""
-    own = trainer.local_state().names
+    own = local.names
     saved = [set(group["params"]) for group in manifest.optimizer["groups"]]
     if len(own) != len(saved) or not all(set(names) <= theirs for names, theirs in zip(own, saved, strict=True)):
         raise ValueError("its optimizer is another one: parameters are not in the same groups, or there are none")

@@ -6,8 +6,8 @@ parallel.
                                             of each sequence a part       (cp, parallel/context_parallel)
                           and shares with   dp ranks the rows of the batch,
                                             dp * cp ranks its weights' gradients and ZeRO's shards   (`replicas`)
-    dp = replicate * shard                  HSDP: shards within `shard` * cp ranks, averages averaged over `replicate`
-    dp = replicate * copies * ep            experts: a part of them on each of ep ranks, the same on `copies` * cp ranks
+
+Which ranks these are, also with HSDP and with experts: groups.py.
 
 A gradient is complete after three sums in any order: over dp * cp, whose ranks have the same weights and other tokens
 (BucketedDDP, ZeroOptimizer or FullyShard), over pp for what several stages hold (`Pipeline.finish`), over tp for what
@@ -40,7 +40,6 @@ from minillm.parallel.pipeline_parallel.runtime import Pipeline
 from minillm.parallel.pipeline_parallel.stages import build_parts
 from minillm.parallel.sharding.optimizer import MakeOptimizer, SlicedOptimizer
 from minillm.parallel.sharding.placement import Part, Placement, Replicate, global_norm, sum_partial
-from minillm.parallel.sharding.sharded_gradient import plain
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import part_of, whole_shapes
 from minillm.parallel.zero.optimizer import ZeroOptimizer
@@ -285,9 +284,10 @@ class Hybrid(SingleDevice):
 
     def _reduced(self) -> dict[str, Tensor]:
         """By name, what this rank has of the gradients after the sum over replicas."""
-        if self.layout.zero in (1, 2):
+        if self.layout.zero:
             return self.stepped.gradients_by_name()
-        return {name: plain(p.grad) for name, p in self.parts().items() if p.grad is not None}
+        # not `stepped`, whose masters get theirs later
+        return {name: p.grad for name, p in self.parts().items() if p.grad is not None}
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         if self.layout.zero == 0 and not self.groups.is_split:
@@ -317,8 +317,10 @@ class Hybrid(SingleDevice):
     @property
     def buffer_placements(self) -> Mapping[str, Placement]:
         others = self.groups.replicas.rank + (self.groups.tp.rank if self.groups.tp else 0)
-        places = {name: Replicate(self._earlier[name] + others) for name in self.buffers()}
-        return {name: Placement(buffer.shape, (places[name],)) for name, buffer in self.buffers().items()}
+        return {
+            name: Placement(buffer.shape, (Replicate(self._earlier[name] + others),))
+            for name, buffer in self.buffers().items()
+        }
 
 
 def make_strategy(group: Group, layout: ParallelConfig, offload: str | None = None) -> Hybrid:

@@ -2,7 +2,7 @@
 
     build, wrap, updater, then for every step: forward_backward, prepare_gradients, grad_norm, step
 
-`SingleDevice` is one process, where each of these is trivial; beside it are those for a group of ranks.
+`SingleDevice` is one process, where each of these is trivial; `Hybrid` in hybrid.py is several ranks.
 """
 
 import contextlib

@@ -179,15 +179,21 @@ def test_memory_is_let_go_of_at_the_wait_however_far_the_device_is_behind(far_be
     assert used[-1]() is not None
 
 
-def test_a_wait_on_another_stream_keeps_the_memory_of_the_first(far_behind, monkeypatch) -> None:
+@pytest.mark.parametrize("waits, is_kept", [("side", True), ("compute", False)])
+def test_only_a_wait_on_the_launching_stream_lets_go_of_memory(waits, is_kept, far_behind, monkeypatch) -> None:
     backend, operation, _, used = far_behind
-    streams = iter(["compute", "side", "compute"])
-    monkeypatch.setattr(backend, "current_stream", lambda: next(streams))
+
+    def switch_to(stream: str) -> None:
+        monkeypatch.setattr(backend, "current_stream", lambda: stream)
+
+    switch_to("compute")
     work = backend.all_reduce(operation(), torch.ones(3), "sum", async_op=True)
+    switch_to(waits)
     work.wait()
     del work
+    switch_to("compute")
     backend.all_reduce(operation(), torch.ones(3), "sum", async_op=True)
-    assert all(ref() is not None for ref in used)
+    assert (used[0]() is not None) == is_kept
 
 
 class DeviceClock:

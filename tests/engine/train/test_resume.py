@@ -67,6 +67,18 @@ def test_resumed_is_bit_equal(precision, stop, background, tmp_path):
         run.close()
 
 
+def test_a_state_that_is_refused_changes_nothing():
+    saved, again = trainer(workers=0), trainer(workers=0)
+    for _ in range(3):
+        saved.step()
+    state, before = saved.state_dict(), weights(again)
+    del state["optimizer"]["param_groups"][-1]
+    with pytest.raises(ValueError, match="the state is of another model"):
+        again.load_state_dict(state)
+    assert again.steps_done == 0 and again.loader.position == 0 and again.loads == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(again).items())
+
+
 @pytest.mark.full
 def test_interrupted_at_a_random_step_and_resumed(home):
     """A real SIGINT to a real `python -m minillm train`, then --resume: the uninterrupted losses, bit for bit."""
