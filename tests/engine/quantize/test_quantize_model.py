@@ -31,6 +31,13 @@ FAMILIES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_gradients():
+    """As in use: with them, layers dequantize, and no packed kernel would run."""
+    with torch.no_grad():
+        yield
+
+
 def small(family="llama", layers=2, seed=0, **more):
     options = {"num_kv_heads": 2, "max_seq_len": 64} | FAMILIES[family] | more
     model = Transformer(ModelConfig(96, 64, 96, layers, 4, **options), seed=seed)

@@ -32,6 +32,13 @@ FAMILIES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_gradients():
+    """As in use: with them, layers dequantize, and no packed kernel would run."""
+    with torch.no_grad():
+        yield
+
+
 def quantized(family="llama", settings=FORMATS["int4"][0]):
     options = {"num_kv_heads": 2, "max_seq_len": 64, "init_std": 0.2} | FAMILIES[family]
     model = Transformer(ModelConfig(96, 64, 96, 2, 4, **options), seed=3)
