@@ -3,8 +3,8 @@
     target              the committed model: 23 MB in float32, so much of a step is not reading weights
     Llama of 1024       hidden size 1024, 8 layers, random: 0.43 GB in float32, which no cache of a laptop holds
 
-A row's name says what the memory roofline allows: bytes that a step reads before, over bytes after, if nothing else
-took time. Results are right if the logits are those of the same codes dequantized, to bfloat16's rounding.
+A row's name says what the memory roofline allows, if nothing else took time: bytes of weights before, over after.
+Results are right if the logits are those of the same codes dequantized, to bfloat16's rounding.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """`python -m minillm quantize --model DIR --bits 4 --method awq --out DIR`: a folder of a half or a quarter the size.
 
-The folder is in the layout of compressed-tensors: `generate --model`, transformers and vLLM load it. `--report` says
-what it cost and gained, on held-out text.
+The folder is in compressed-tensors' layout, which transformers loads, and `generate --model`. `--report` says what it
+cost and gained, on held-out text.
 """
 
 from dataclasses import asdict

@@ -7,8 +7,9 @@
 
 With text to calibrate on (calibrate.py, a block at a time) the rounding does less harm: rescale.py has AWQ and
 SmoothQuant, gptq.py has GPTQ. experts.py takes a mixture's experts apart, so that they are layers, too. folder.py
-writes and reads folders that transformers and vLLM load (hub.py reads GPTQ's and AWQ's own, words.py packs codes in
-int32); quality.py measures what was lost and won. prune.py leaves weights out instead: by size, two of four, low rank.
+writes and reads folders in compressed-tensors' layout, which transformers loads (hub.py reads GPTQ's and AWQ's own,
+words.py packs codes in int32); quality.py measures what was lost and won. prune.py leaves weights out instead: by size,
+two of four, low rank.
 """
 
 from minillm.quantize.formats import NF4, Float8, Format, Int

@@ -1,4 +1,4 @@
-"""Quantized models in Hugging Face folders, in the layouts of `compressed-tensors`, which vLLM and transformers read.
+"""Quantized models in Hugging Face folders, in compressed-tensors' layout, which transformers loads, in three kinds:
 
     pack-quantized     X.weight_packed [out, in · bits / 32] int32, X.weight_scale [out, groups], X.weight_shape [2],
                        X.weight_zero_point [out · bits / 32, groups] int32, if the grid is asymmetric
@@ -204,7 +204,7 @@ def empty_model(
 
 
 def save_quantized(model: Transformer, folder: str | Path, source: str | Path | None = None) -> None:
-    """Writes a folder that `load_hf`, transformers and vLLM read: all of it or nothing.
+    """Writes a folder in compressed-tensors' layout, which transformers loads, and `load_hf`: all of it or nothing.
 
     source: the folder that the model was made of; its config.json is kept, and tokenizer and chat template are copied.
     ValueError if `folder` holds anything already, or if compressed-tensors has no layout for the model.

@@ -55,4 +55,6 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
         return torch.linalg.cholesky(inverse, upper=True)
     except torch.linalg.LinAlgError:
-        raise ValueError("GPTQ's Hessian has no inverse: raise damping, or calibrate on more text.") from None
+        raise ValueError(
+            "GPTQ's Hessian has no inverse: calibrate on more text, or look for weights that are not finite."
+        ) from None

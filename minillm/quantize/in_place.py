@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from minillm.model.moe.experts import Experts
 from minillm.model.transformer import Block, Transformer, check_tokens
 from minillm.quantize.calibrate import Group, block_by_block, groups_of
-from minillm.quantize.experts import separate_experts
+from minillm.quantize.experts import PROJECTIONS, separate_experts
 from minillm.quantize.formats import Format, Int
 from minillm.quantize.gptq import gptq
 from minillm.quantize.linear import QuantizedLinear
@@ -30,8 +30,9 @@ METHODS = ("rtn", "awq", "gptq", "smoothquant")
 
 @dataclass(frozen=True)
 class Settings:
-    """format: of the weights. method: see above. skip: layers whose name holds one of these stay as they are, such as
-    "blocks.0." or "down_proj". damping: of GPTQ's Hessian."""
+    """format: of the weights. method: see above. skip: a layer whose name holds one of these, such as "blocks.0." or
+    "down_proj", is not rounded (a rescaling of the layer behind it may still divide its rows). damping: of GPTQ's
+    Hessian."""
 
     format: Format
     method: str = "rtn"
@@ -82,7 +83,7 @@ def quantize(
     """windows: [n, seq] ids to calibrate on; "rtn" uses them only to measure errors.
 
     ValueError, and nothing is changed, if the method needs text and has none, if a group does not divide the inputs of
-    a layer, or if the model is quantized already.
+    a layer, if its weights are not finite, or if the model is quantized already.
     """
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
         raise ValueError("this model is quantized already: load the one that it was made of.")
@@ -93,7 +94,7 @@ def quantize(
     if windows is not None:
         check_tokens(windows, model.config)
     before = nbytes(model)
-    _check_sizes(model, settings)
+    _check_layers(model, settings)
     separate_experts(model)
     errors: dict[str, float] = {}
     for number, (block, groups) in enumerate(_blocks(model, windows, progress)):
@@ -157,16 +158,21 @@ def _stays(name: str, settings: Settings) -> bool:
     return any(part in name for part in settings.skip)
 
 
-def _check_sizes(model: Transformer, settings: Settings) -> None:
-    """ValueError before anything is changed. Stacked experts are asked for, though they are no layers yet."""
-    sizes = {name: module.in_features for name, module in model.named_modules() if type(module) is nn.Linear}
+def _check_layers(model: Transformer, settings: Settings) -> None:
+    """ValueError before anything is changed. Stacked experts go by the names that they will have as layers."""
+    weights = {name: module.weight for name, module in model.named_modules() if type(module) is nn.Linear}
     for name, module in model.named_modules():
         if isinstance(module, Experts):
-            sizes |= {f"{name}.{part}": getattr(module, part).shape[-1] for part in ("gate_up_proj", "down_proj")}
-    sizes = {name: size for name, size in sizes.items() if name.startswith("blocks.")}
-    if unknown := [part for part in settings.skip if not any(part in name for name in sizes)]:
-        raise ValueError(f"skip {unknown[0]!r} is in no layer's name: give parts of names such as {next(iter(sizes))}.")
-    if not (chosen := {name: size for name, size in sizes.items() if not _stays(name, settings)}):
+            for number, ((gate, up), down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
+                parts = zip(PROJECTIONS, (gate, up, down), strict=True)
+                weights |= {f"{name}.{number}.{part}": weight for part, weight in parts}
+    weights = {name: weight for name, weight in weights.items() if name.startswith("blocks.")}
+    if unknown := [part for part in settings.skip if not any(part in name for name in weights)]:
+        such = next(iter(weights))
+        raise ValueError(f"skip {unknown[0]!r} is in no layer's name: give parts of names such as {such}.")
+    if not (chosen := {name: weight for name, weight in weights.items() if not _stays(name, settings)}):
         raise ValueError(f"skip {', '.join(settings.skip)} leaves no layer to quantize: skip less.")
-    for name, size in chosen.items():
-        settings.format.check_size(size, name)
+    for name, weight in chosen.items():
+        settings.format.check_size(weight.shape[1], name)
+        if not weight.isfinite().all():
+            raise ValueError(f"{name} has weights that are not finite: load another checkpoint.")

@@ -5,9 +5,9 @@
     int8 weights and inputs    torch._int_mm                        sums of int8 products, in int32
     all others, and a GPU      dequantize and multiply              right everywhere, and slower than not quantizing
 
-The packed kernels multiply in bfloat16 and sum in float32: with float32 inputs they fall back to a plain loop, a
-hundred times slower, so float32 inputs are rounded to bfloat16 first. The rows of a batch do not depend on each other:
-a token has the same result alone, in a batch and in a prompt.
+The packed kernels multiply in bfloat16 and sum in float32: with float32 inputs they fall back to a plain loop, ten
+times slower and more, so float32 inputs are rounded to bfloat16 first. In the three integer kernels the rows of a batch
+do not depend on each other: a token has the same result alone, in a batch and in a prompt.
 """
 
 import torch

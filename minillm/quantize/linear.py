@@ -69,7 +69,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales, zero points and bias: what a folder holds of the layer."""
+        """Bytes of codes, scales, zero points and bias, without what a kernel keeps of them a second time."""
         extra = 0 if self.scales_and_zeros is None else self.scales_and_zeros.nbytes
         return sum(each.nbytes for each in (*self.buffers(), *self.parameters())) - extra
 
@@ -126,6 +126,11 @@ class QuantizedLinear(nn.Module):
         else:
             self._multiply = self._multiplication()
         return self
+
+    def _load_from_state_dict(self, *given) -> None:
+        """What multiplies may hold scales of another dtype, made of those before."""
+        super()._load_from_state_dict(*given)
+        self._multiply = self._multiplication()
 
     def _fastest(self) -> str:
         groups, device = self.scale.shape[1], self.codes.device

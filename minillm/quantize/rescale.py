@@ -36,8 +36,8 @@ def awq_factors(group: Group, format: Format) -> Tensor:
     return best
 
 
-def smooth_factors(group: Group, alpha: float = 0.5) -> Tensor:
-    """[in]: max|x|^α / max|w|^(1 - α)."""
+def smooth_factors(group: Group) -> Tensor:
+    """[in]: √(max|x| / max|w|)."""
     largest = torch.stack([layer.weight.float().abs().amax(0) for layer in group.layers.values()]).amax(0)
     if group.divide is None or not group.inputs.rows:
         return torch.ones_like(largest)
@@ -45,7 +45,7 @@ def smooth_factors(group: Group, alpha: float = 0.5) -> Tensor:
         group.reduce(each, lambda parts, axis: parts.amax(axis)).clamp(min=LEAST)
         for each in (group.inputs.largest, largest)
     )
-    return _centred(of_inputs**alpha / of_weights ** (1 - alpha))
+    return _centred((of_inputs / of_weights).sqrt())
 
 
 def rescale(group: Group, factors: Tensor) -> None:

@@ -269,6 +269,8 @@ def _check_keys(raw: dict, kind: str) -> None:
     known = COMMON.keys() | FAMILIES[kind].keys.keys() | HARMLESS
     for key, value in raw.items():
         if key == "quantization_config" and value:
+            if not isinstance(value, dict):
+                raise ValueError(f"quantization_config {value!r} is no object: download the folder again.")
             method = value.get("quant_method")
             if method not in ("compressed-tensors", "gptq", "awq"):
                 raise ValueError(

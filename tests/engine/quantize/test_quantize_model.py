@@ -31,6 +31,13 @@ FAMILIES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_gradients():
+    """As in use: with them, layers dequantize, and no packed kernel would run."""
+    with torch.no_grad():
+        yield
+
+
 def small(family="llama", layers=2, seed=0, **more):
     options = {"num_kv_heads": 2, "max_seq_len": 64} | FAMILIES[family] | more
     model = Transformer(ModelConfig(96, 64, 96, layers, 4, **options), seed=seed)
@@ -246,13 +253,16 @@ def test_smoothquant_saves_rounded_inputs_from_outliers():
 def test_the_engine_gives_the_tokens_of_a_naive_loop(format, family):
     model = small(family)
     quantize(model, Settings(format))
+    exact = copy.deepcopy(model)
+    for layer in quantized_layers(exact).values():
+        layer.use(kernels.DEQUANTIZE)
+    assert (model(ids()) - exact(ids())).norm() < 0.02 * exact(ids()).norm()  # kernels that round to bfloat16
     prompts = [row[: 3 + 4 * number].tolist() for number, row in enumerate(ids(windows=4))]
     expected = []
     for prompt in prompts:
         tokens = list(prompt)
         for _ in range(12):
-            with torch.no_grad():
-                tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
         expected.append(tokens[len(prompt) :])
     assert [list(generate(model, prompt, 12)) for prompt in prompts] == expected
     llm = LLM(model, num_blocks=64, block_size=4, token_budget=9, max_num_seqs=3)
@@ -296,6 +306,35 @@ def test_bad_settings_end_in_one_sentence_and_change_nothing(settings, windows, 
     with pytest.raises(ValueError, match=message):
         quantize(model, settings(), windows)
     assert not quantized_layers(model) and torch.equal(model(ids()), small()(ids()))
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [("experts.0.", 3), ("experts.1.gate_proj", 1), ("mlp.experts.3.down_proj", 1), ("experts", 12), ("gate_proj", 5)],
+)
+def test_experts_are_skipped_by_the_names_that_they_have_as_layers(skip, left):
+    """Of 4 attention layers, 4 experts and a shared one with 3 layers each."""
+    model = small("experts", layers=1)
+    quantize(model, Settings(INT4, skip=(skip,)))
+    assert len(quantized_layers(model)) == 19 - left and not any(skip in name for name in quantized_layers(model))
+    with pytest.raises(ValueError, match="skip 'gate_up_proj' is in no layer's name"):
+        quantize(small("experts"), Settings(INT4, skip=("gate_up_proj",)))
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
+@pytest.mark.parametrize(
+    ("family", "parameter", "layer"),
+    [
+        ("llama", "blocks.1.attention.k_proj.weight", "blocks.1.attention.k_proj"),
+        ("experts", "blocks.0.mlp.experts.gate_up_proj", "blocks.0.mlp.experts.3.up_proj"),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused_by_their_layers_name(method, family, parameter, layer):
+    model = small(family)
+    model.get_parameter(parameter).view(-1)[-1] = float("inf")
+    with pytest.raises(ValueError, match=f"^{layer} has weights that are not finite"):
+        quantize(model, Settings(INT4, method), ids())
+    assert not quantized_layers(model)
 
 
 def test_a_quantized_model_is_not_quantized_again_and_skipped_layers_stay():

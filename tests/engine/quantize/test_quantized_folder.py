@@ -32,6 +32,13 @@ FAMILIES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_gradients():
+    """As in use: with them, layers dequantize, and no packed kernel would run."""
+    with torch.no_grad():
+        yield
+
+
 def quantized(family="llama", settings=FORMATS["int4"][0]):
     options = {"num_kv_heads": 2, "max_seq_len": 64, "init_std": 0.2} | FAMILIES[family]
     model = Transformer(ModelConfig(96, 64, 96, 2, 4, **options), seed=3)
@@ -49,6 +56,11 @@ def dequantizing(model):
     return model
 
 
+def near(logits, expected):
+    """To bfloat16's rounding, in which packed kernels multiply, for most tokens: it may send one to another expert."""
+    return ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median() < 0.02
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_written_is_read_back_to_the_bit(name, tmp_path):
     settings, layout = FORMATS[name]
@@ -61,7 +73,8 @@ def test_what_is_written_is_read_back_to_the_bit(name, tmp_path):
         ours, theirs = (each.get_submodule(layer) for each in (model, found))
         assert torch.equal(ours.unpacked(), theirs.unpacked()) and torch.equal(ours.weight, theirs.weight)
         assert (ours.kernel, ours.nbytes, ours.format) == (theirs.kernel, theirs.nbytes, theirs.format)
-    assert torch.equal(found(ids()), model(ids()))
+    logits = model(ids())
+    assert torch.equal(found(ids()), logits) and near(logits, dequantizing(model)(ids()))
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -69,14 +82,14 @@ def test_what_is_written_is_read_back_to_the_bit(name, tmp_path):
 def test_families_with_biases_fused_tensors_and_experts(family, tmp_path):
     model = quantized(family, Settings(PACKED4))
     save_quantized(model, tmp_path / "out")
-    assert torch.equal(load_hf(tmp_path / "out")(ids()), model(ids()))
+    logits = model(ids())
+    assert torch.equal(load_hf(tmp_path / "out")(ids()), logits) and near(logits, dequantizing(model)(ids()))
 
 
 @pytest.mark.parametrize(
     ("family", "name"), [("llama", each) for each in FORMATS] + [("qwen3", "int4 with zero points")]
 )
 def test_transformers_computes_the_same_logits(family, name, tmp_path):
-    pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     settings, more = FORMATS[name][0], {}
@@ -96,9 +109,9 @@ def test_transformers_computes_the_same_logits(family, name, tmp_path):
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, None)])
 def test_a_folder_that_compressed_tensors_wrote_is_read(bits, group, symmetric, tmp_path):
     """Weights rounded and packed by their code; ours computes with what they say the weights are."""
-    lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle import forward as lifecycle
 
     model = Transformer(ModelConfig(96, 64, 96, 2, 4, num_kv_heads=2, max_seq_len=64, init_std=0.2), seed=3)
     save_hf(model, tmp_path)
@@ -221,6 +234,14 @@ def edited(folder, **changes):
     (folder / "config.json").write_text(json.dumps(raw))
 
 
+def with_config_of(value):
+    def write(folder):
+        raw = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": value}))
+
+    return write
+
+
 def without(folder, name):
     tensors = load_file(folder / "model.safetensors")
     del tensors[name]
@@ -229,6 +250,8 @@ def without(folder, name):
 
 Q = "model.layers.0.self_attn.q_proj"
 BROKEN = {
+    "no object": (with_config_of(["gptq"]), r"quantization_config \['gptq'\] is no object: download the folder again"),
+    "no object, either": (with_config_of("gptq"), "quantization_config 'gptq' is no object"),
     "other method": (lambda f: edited(f, quant_method="aqlm"), "not supported in the layout of 'aqlm': load one in"),
     "unknown format": (lambda f: edited(f, format="marlin-24"), "has format 'marlin-24', int of 4 bits by 'group'"),
     "3 bits": (lambda f: edited(f, config_groups__group_0__weights__num_bits=3), "bits 3 is not supported"),

@@ -22,10 +22,12 @@ FORMATS = (
 packed = pytest.mark.skipif(not kernels.has_packed_kernels(), reason="this CPU has no packed kernels")
 
 
-def linear(inputs=128, outputs=48, bias=True):
+def linear(inputs=128, outputs=48, bias=True, seed=1):
     with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return nn.Linear(inputs, outputs, bias=bias)
+        torch.manual_seed(seed)
+        layer = nn.Linear(inputs, outputs, bias=bias)
+        layer.weight.data *= seed
+        return layer
 
 
 def some(*shape, seed=2):
@@ -68,6 +70,19 @@ def test_casts_and_copies_do_not_change_what_the_codes_stand_for(format, _):
         assert torch.equal(other.weight, weight)
         assert torch.allclose(other(x).float(), expected, atol=2e-2)
     assert quantized.bias.dtype == torch.bfloat16 and quantized(x.bfloat16()).dtype == torch.bfloat16
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("quantizes_inputs", [False, True])
+@pytest.mark.parametrize("format", [*(each for each, _ in FORMATS), Int(scale_dtype=torch.float32)], ids=str)
+def test_a_layer_that_loads_a_state_computes_what_the_other_does(format, quantizes_inputs):
+    first, second = (
+        QuantizedLinear.of(linear(seed=seed), format, quantizes_inputs=quantizes_inputs) for seed in (1, 2)
+    )
+    x = some(5, 128)
+    assert not torch.allclose(second(x), first(x), rtol=0.1)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(second(x), first(x))
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (48, 96), (64, 128), (144, 32), (256, 64)])
