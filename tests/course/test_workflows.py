@@ -5,6 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -48,3 +49,9 @@ def test_citation_and_changelog_are_of_this_version():
     assert citation["version"] == PROJECT["version"] and citation["license"] == PROJECT["license"]["text"]
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
     assert re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == PROJECT["version"]
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes" / "kubernetes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_kubernetes_would_take_a_recipe(recipe):
+    for document in yaml.safe_load_all(recipe.read_text(encoding="utf-8")):
+        kubernetes_validate.validate(document, "1.30", strict=True)

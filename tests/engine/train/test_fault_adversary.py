@@ -1,14 +1,13 @@
 """Faults that were found by looking for them: bits flipped in what ranks share, beats of ranks long dead, recipes."""
 
 import json
-import re
 import shlex
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.distributed.run import get_args_parser
 
 from minillm.__main__ import parser_of, run
@@ -241,18 +240,29 @@ def test_ranks_that_do_not_divide_wait_for_torchrun_to_change_their_number(home,
 # Recipes.
 
 
-def test_recipes_parse_and_name_options_that_exist():
-    text = (Path(__file__).parents[3] / "docs/runs.md").read_text()
-    blocks = [re.sub(r"(?m)^    ", "", block) for block in re.findall(r"(?:(?:^    .*)?\n)+", text, re.M)]
-    scripts = [block for block in blocks if "torchrun --" in block]
-    assert len(scripts) == 2
-    for script in scripts:
-        assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
-    lines = [line for script in scripts for line in script.replace("\\\n", " ").splitlines() if "torchrun" in line]
-    lines += [re.search(r"command: \[(.*)\]", text)[1].replace(", ", " ")]
-    for line in lines:
-        given = shlex.split(line.partition("torchrun")[2].replace("3:$SLURM_NNODES", "3:4"))
-        options = get_args_parser().parse_args(given)
+def torchrun_lines():
+    """What docs and recipes give to torchrun, with values in place of variables."""
+    root = Path(__file__).parents[3]
+    texts = [(root / "docs/runs.md").read_text()]
+    texts += [path.read_text() for path in sorted((root / "recipes/slurm").glob("*.sbatch"))]
+    lines = [line for text in texts for line in text.replace("\\\n", " ").splitlines() if "torchrun --" in line]
+    values = {"${FEWEST_NODES:-$SLURM_NNODES}:$SLURM_NNODES": "3:4", "$SLURM_GPUS_ON_NODE": "8", "${@:-train}": "train"}
+    for variable, value in values.items():
+        lines = [line.replace(variable, value) for line in lines]
+    [container] = [
+        container
+        for document in yaml.safe_load_all((root / "recipes/kubernetes/train.yaml").read_text())
+        if document["kind"] == "Job"
+        for container in document["spec"]["template"]["spec"]["containers"]
+    ]
+    return [*(shlex.split(line.partition("torchrun")[2]) for line in lines), container["args"]]
+
+
+def test_recipes_name_options_that_exist():
+    given = torchrun_lines()
+    assert len(given) == 4
+    for arguments in given:
+        options = get_args_parser().parse_args(arguments)
         assert options.training_script == "minillm" and options.module
         command, *rest = options.training_script_args
         parser_of(command).make_context(command, rest)  # refuses options that there are not
