@@ -44,12 +44,6 @@ class Call:
         return Cost(self.count * one.rounds, self.count * one.critical_bytes, sent)
 
 
-def layer_all_reduces(layers: int) -> tuple[int, int]:
-    """(forward, backward) per microbatch: 2L and 2L. The row layer's backward and the column layer's forward have none;
-    three column layers that read one input share one."""
-    return 2 * layers, 2 * layers
-
-
 def layer_bytes(batch: int, seq: int, hidden: int, itemsize: int, world_size: int) -> float:
     """What a rank sends per layer and microbatch: 4 · 2(t-1)/t · B·S·H·b, with sequence parallelism too."""
     return 4 * 2 * (world_size - 1) / world_size * batch * seq * hidden * itemsize
