@@ -9,6 +9,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from course.kit import course, exercises, masters
+from course.kit.minutes import core_minutes, lab_title
 
 TORCHRUN = "The script for torchrun"
 FENCE = "`" * 6  # longer than any fence inside
@@ -60,28 +61,14 @@ def split_opening(text: str) -> tuple[str, str, str, str]:
     return claim, " ".join(stands_on.split()), " ".join(timed), f"{more} {questions}{after}".strip()
 
 
-def core_minutes(master: Path) -> tuple[int, int]:
-    """(minutes of the exercises on the core path, of those marked optional)."""
-    core = optional = 0
-    heading = ""
-    for cell in _lab(master).cells:
-        if cell.cell_type == "markdown":
-            timed = re.findall(r"^#+ .*\(([^()]*\bminutes[^()]*)\)$", cell.source, re.MULTILINE)
-            heading = timed[-1] if timed else heading
-        for name in masters.checked(cell):
-            minutes = exercises.find(name).minutes
-            core, optional = (core, optional + minutes) if "optional" in heading else (core + minutes, optional)
-            heading = ""
-    return core, optional
-
-
 def _glance(clone: Path, name: str, names: list[str], stands_on: str, time: str) -> str:
     """The box at the top: what comes before, how long it takes, what it needs, and the labs beside it."""
-    core, optional = core_minutes(course.masters(clone)[name])
+    core, optional = core_minutes(_lab(course.masters(clone)[name]))
     pages = {lab[:2]: f"[{lab[:2]}]({lab}.md)" for lab in names}
     stands_on = re.sub(r"\b\d\d\b", lambda match: pages.get(match[0], match[0]), stands_on)
     more = f", {optional} for optional ones" if optional else ""
     place = names.index(name)
+    titles = {lab: lab_title(_lab(course.masters(clone)[lab])) for lab in names}
     beside = [("Previous", names[place - 1])] if place else []
     beside += [("Next", names[place + 1])] if place + 1 < len(names) else []
     needs = "two CPU cores; no GPU, no network"
@@ -94,15 +81,10 @@ def _glance(clone: Path, name: str, names: list[str], stands_on: str, time: str)
             f"- **Time:** {core} minutes for the exercises of the core path{more}. {time}",
             f"- **Needs:** {needs}.",
             f"- **Open it:** `python -m minillm lab {name[:2]}`",
-            "- " + " · ".join(f"**{which}:** [{lab_title(clone, lab)}]({lab}.md)" for which, lab in beside),
+            "- " + " · ".join(f"**{which}:** [{titles[lab]}]({lab}.md)" for which, lab in beside),
             FENCE,
         ]
     )
-
-
-def lab_title(clone: Path, name: str) -> str:
-    """The title of the lab, as its first cell says it."""
-    return _lab(course.masters(clone)[name]).cells[0].source.splitlines()[0].removeprefix("# ")
 
 
 @cache

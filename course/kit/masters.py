@@ -66,11 +66,6 @@ def checked(cell: NotebookNode) -> list[str]:
     return re.findall(r"""\bcheck\(\s*["']([\w-]+)["']""", code)
 
 
-def without_answers(source: str, where: str) -> str:
-    """Every marked answer replaced by `raise NotImplementedError` at its indentation; `where` is for errors."""
-    return _rewrite(source, where, keep=False)
-
-
 def write(notebook: NotebookNode) -> str:
     """A notebook as committed: sorted keys, one-space indentation, a final newline."""
     nbformat.validate(notebook)

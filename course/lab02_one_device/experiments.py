@@ -58,9 +58,8 @@ def step_memory(
 def predicted_memory(config: ModelConfig, *arguments: Any, **options: Any) -> Bytes:
     """The same by `predict.training.memory.training_step`."""
     step = predict_memory.training_step(config, *arguments, **options)
-    return Bytes(
-        step.parameter, step.buffer, step.gradient, step.master + step.optimizer, step.activation, total=step.peak
-    )
+    gradients, activations = step.most("gradients"), step.most("activations")
+    return Bytes(step.peak.weights, step.buffer, gradients, step.peak.optimizer, activations, total=step.peak.total)
 
 
 def random_tokens(vocab_size: int, count: int = 1 << 14) -> Tokens:

@@ -18,7 +18,8 @@ from minillm.measure.memory_tracker import Bytes
 from minillm.model import ModelConfig
 from minillm.palette import PALETTE, SPANS, look
 from minillm.predict.model import forward_flops, parameters
-from minillm.predict.training.memory import block_activation_bytes, training_step
+from minillm.predict.training.activations import block_activation_bytes
+from minillm.predict.training.memory import training_step
 
 COLOURS = {"parameter": "blue", "gradient": "orange", "optimizer": "green", "activation": "vermillion"}
 NAMES = {

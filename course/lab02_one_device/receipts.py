@@ -19,7 +19,7 @@ from course.shared.table import Table, seconds, table
 from minillm.measure import machine
 from minillm.model import Transformer, dense
 from minillm.predict import model as predict
-from minillm.predict.training import memory as predict_memory
+from minillm.predict.training.activations import block_activation_bytes
 from minillm.train import LossScaler
 
 ANSWERS = answers_of("02_one_device")
@@ -314,7 +314,7 @@ def interview() -> Table:
         ("8B on 1 T tokens, 6·N·T, FLOP", 6 * 8.03e9 * 1e12),
         ("    days on 64 H100 at 40 % of 989 TFLOP/s", 6 * 8.03e9 * 1e12 / (64 * 0.4 * 989e12) / 86400),
         ("    share of attention at 4,096 tokens", f"{flops.attention / flops.total:.1%}"),
-        ("one block of it, 4,096 tokens in bf16, MB", predict_memory.block_activation_bytes(eight, 1, 4096, 2) / 1e6),
+        ("one block of it, 4,096 tokens in bf16, MB", block_activation_bytes(eight, 1, 4096, 2) / 1e6),
         ("    its input, MB", 4096 * eight.hidden_size * 2 / 1e6),
         ("seconds to step 7B at 3.35 TB/s, 28 B each", seconds(28 * 7e9 / 3.35e12)),
     ]

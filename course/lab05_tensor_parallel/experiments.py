@@ -27,6 +27,7 @@ from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowPar
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import named_gradients, placement_of, placements
 from minillm.predict.training import tensor as predict
+from minillm.predict.training.activations import block_activation_bytes
 
 MODEL = ModelConfig(
     vocab_size=256, hidden_size=64, intermediate_size=160, num_layers=3, num_heads=8, num_kv_heads=4, max_seq_len=64
@@ -270,7 +271,7 @@ def parameter_bytes(setup: Setup) -> int:
 def layer_activation_bytes(setup: Setup) -> int:
     """Bytes that one block keeps for backward on each rank."""
     how = {"sequence": setup.sequence, "regather": setup.form == "regather"}
-    return predict.block_activation_bytes(setup.config, setup.rows, SEQ, setup.world_size, setup.itemsize, **how)
+    return block_activation_bytes(setup.config, setup.rows, SEQ, setup.itemsize, tp=setup.world_size, **how)
 
 
 # Per layer: a model of one layer more minus the model.

@@ -6,8 +6,6 @@ A time is that of the slowest rank. `size` is the whole tensor: what an all-redu
 with, what a reduce-scatter starts from.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,23 +63,6 @@ def run(
             name = f"{contest.name}, {world_size} ranks, {format_size(size)}"
             rows.append(bench_row(name, f"{backend} {contest.peer}", slowest(found), "ms", scale=1e3))
     return rows
-
-
-def bookkeeping_us(world_size: int = 2, calls: int = 1000, repeats: int = 9) -> float:
-    """Microseconds that a synchronous operation of a group costs around a body that does nothing: entries in flight
-    recorder and ledger, comparison with the other ranks. Median over the repeats, of the slowest rank."""
-    return max(launch(_empty_operations, world_size, calls, repeats))
-
-
-def _empty_operations(group: Group, calls: int, repeats: int) -> float:
-    x, seconds = torch.empty(0), []
-    for _ in range(repeats + 1):
-        group.barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            group.run("empty", x, lambda: None)
-        seconds.append((time.perf_counter() - start) / calls)
-    return statistics.median(seconds[1:]) * 1e6
 
 
 def measure(group: Group, sizes: Sequence[int], repeats: int) -> tuple[str, list[Comparison]]:

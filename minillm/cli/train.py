@@ -26,7 +26,6 @@ from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES
 from minillm.predict.model import parameters
 from minillm.train.activation_checkpointing import MODES
 from minillm.train.checkpoint.reader import has_checkpoint, saved_at
-from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.elastic import DoesNotDivide, job_id, may_restart, possible_ranks, was_restarted
 from minillm.train.fault_tolerance.goodput import read_goodput
 from minillm.train.job import DEFAULTS, SETTINGS_FILE, TrainingJob, run_of_job, saved_settings, train
@@ -213,7 +212,8 @@ def _saved_settings(folder: Path, given: dict[str, Any], dp: int) -> dict[str, A
 
 
 def _check(job: TrainingJob) -> None:
-    """ValueError for all that can be known before the ranks start; tokens are made here once, for them to find."""
+    """Raises ValueError for whatever can be known before hours of training, an export that cannot be written included.
+    Tokenizes the texts, so that every rank finds the tokens on disk."""
     config = job.config
     job.parallel.check(config.model, config.seq_len)
     if job.parallel.is_hybrid:
@@ -225,7 +225,8 @@ def _check(job: TrainingJob) -> None:
             )
     job.torch_device()
     if job.export_to:
-        _check_export(job.export_to, config)
+        check_folder(job.export_to, config.model)
+        check_new_folder("--export", job.export_to)
     TokenDataset(job.texts()[0], config.seq_len)
 
 
@@ -293,12 +294,6 @@ def _parallel_config(dp: int, microbatches: int | None, rows: int, **spread: Any
         except ValueError as error:
             problem = error
     raise problem
-
-
-def _check_export(folder: Path, config: TrainConfig) -> None:
-    """Before the hours that it takes: can the model be written there?"""
-    check_folder(folder, config.model)
-    check_new_folder("--export", folder)
 
 
 def _latest(runs: Path) -> Path:

@@ -28,10 +28,11 @@ from minillm.measure.rates import LinkFit, fit_link
 from minillm.model import ModelConfig, MoEConfig
 from minillm.model.moe import MoE
 from minillm.predict.model import causal_context, training_flops
-from minillm.predict.planner import traffic, trainer, trainer_memory
+from minillm.predict.planner import traffic, trainer
 from minillm.predict.planner.clusters import Cluster, Device
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.trainer import Host
+from minillm.predict.training.memory import rank_step
 from minillm.train import TrainConfig, Trainer
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.hybrid import make_strategy
@@ -290,6 +291,6 @@ def row(
     if not layout.is_hybrid:  # one group does both
         expected = {"dp": sum(expected.values())}
     measured = {axis: size for axis, size in sent.items() if size}
-    peak = max(trainer_memory.of_stage(model, plan, SEQ, own.stage, own.arrived or None).total for own in found)
+    peak = max(rank_step(model, plan, SEQ, own.stage, own.arrived or None).peak.total for own in found)
     fullest = max(own.peak for own in found)
     return Row(str(layout), ranks, seconds, found[0].seconds, expected, measured, peak, fullest)

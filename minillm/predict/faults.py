@@ -34,12 +34,6 @@ def job_mtbf(device_mtbf_s: float, devices: int) -> float:
     return device_mtbf_s / devices
 
 
-def expected_failures(seconds: float, mtbf_s: float) -> float:
-    """How many failures a job meets in so many seconds; their number is Poisson, so its deviation is the root."""
-    _positive(seconds=seconds, mtbf_s=mtbf_s)
-    return seconds / mtbf_s
-
-
 def young_interval(save_s: float, mtbf_s: float) -> float:
     """Seconds between two saves that waste least. save_s: what a save keeps training from."""
     _positive(save_s=save_s, mtbf_s=mtbf_s)
@@ -60,14 +54,6 @@ def wasted_share(interval_s: float, save_s: float, restart_s: float, mtbf_s: flo
     _positive(interval_s=interval_s, mtbf_s=mtbf_s)
     _not_negative(save_s=save_s, restart_s=restart_s)
     return save_s / interval_s + (interval_s / 2 + restart_s) / mtbf_s
-
-
-def lost_work(segment_s: float, mtbf_s: float) -> float:
-    """Seconds that a failure undoes on average, from the last save on, if it falls into a segment of `segment_s` (the
-    interval and its save). Half of it, while that is short against the MTBF."""
-    _positive(segment_s=segment_s, mtbf_s=mtbf_s)
-    survives = math.exp(-segment_s / mtbf_s)
-    return mtbf_s + segment_s * survives / math.expm1(-segment_s / mtbf_s)
 
 
 def goodput(interval_s: float, save_s: float, restart_s: float, mtbf_s: float, write_s: float = 0.0) -> float:

@@ -7,10 +7,11 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from course.book.lab_page import core_minutes, lab_page, split_opening
+from course.book.lab_page import lab_page, split_opening
 from course.book.pages import as_glossary, contents, figures_page, linked
 from course.book.reference import PACKAGES, to_rst
 from course.kit import course, masters
+from course.kit.minutes import core_minutes
 
 ROOT = Path(__file__).parents[2]
 NAMES = list(course.masters(ROOT))
@@ -73,7 +74,7 @@ def test_page_of_a_lab(name, tmp_path):
     assert len(shown) == sum("image/png" in output.get("data", {}) for output in outputs)
     assert all((tmp_path / image).is_file() for image in shown)
     box = page.partition("{container} glance")[2].partition("`" * 6)[0]
-    core, _ = core_minutes(course.masters(ROOT)[name])
+    core, _ = core_minutes(masters.lab(course.masters(ROOT)[name]))
     assert all(f"**{label}:**" in box for label in ("Before it", "Needs", "Open it")) and f"**Time:** {core} " in box
     place = NAMES.index(name)
     beside = NAMES[max(place - 1, 0) : place] + NAMES[place + 1 : place + 2]

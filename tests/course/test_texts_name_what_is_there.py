@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from course.kit import course, exercises, masters
+from course.kit import course, masters
+from course.kit.minutes import core_minutes, timed_exercises
 from minillm.__main__ import COMMANDS, parser_of
 from minillm.bench import BENCHES
 
@@ -137,15 +138,8 @@ def test_what_is_not_there_is_found(text, what):
 
 @pytest.mark.parametrize("path", MASTERS, ids=lambda p: p.parent.name)
 def test_minutes_in_a_lab_are_those_of_its_checks(path):
-    heading, required, cells = None, 0, masters.lab(path).cells
-    for cell in cells:
-        found = re.findall(r"^#+ .*\(([^()]*?)(\d+) minutes([^()]*)\)$", cell.source, re.MULTILINE)
-        heading = found[-1] if cell.cell_type == "markdown" and found else heading
-        for name in masters.checked(cell):
-            minutes = exercises.find(name).minutes
-            before, said, after = heading or ("", minutes, "")
-            assert int(said) == minutes, f"'{name}': the heading says {said} minutes, the check {minutes}"
-            required += 0 if "optional" in before + after else minutes
-            heading = None
-    promised = re.search(r"(\d+) minutes for the exercises", cells[0].source)
-    assert promised is None or int(promised[1]) == required
+    lab = masters.lab(path)
+    for each in timed_exercises(lab):
+        assert each.heading_minutes in (None, each.minutes), each
+    promised = re.search(r"(\d+) minutes for the exercises", lab.cells[0].source)
+    assert promised is None or int(promised[1]) == core_minutes(lab)[0]

@@ -2,15 +2,15 @@
 
 Reading path:
 1. `layout.py`   a layout: how many ranks each axis has, how they are placed, which link each axis uses
-2. `memory.py`   bytes on the fullest rank by kind, and whether they fit
+2. `memory.py`   bytes on the fullest rank by kind, and how many microbatches are in flight
 3. `compute.py`  seconds of a layer's matrix products, attention and memory traffic on one rank
-4. `step.py`     seconds of a step by cause: compute, each axis's communication, bubble, optimizer
+4. `step.py`     a step from its microbatches: compute, each axis's communication, bubble, optimizer
 5. `search.py`   all layouts of a model on a cluster, ranked, and why each runner-up loses
 6. `serving.py`  the same for serving: weights, KV cache, batch, time to first token and per output token
 
 The same for the trainer in this repository, which can be held to what it does (`python -m minillm plan
---this-machine`): `traffic.py` every operation of a step, to the byte; `trainer.py` its seconds on measured links;
-`trainer_memory.py` its peak.
+--this-machine`): `traffic.py` every operation of a step, to the byte; `trainer.py` its seconds on measured links, put
+together by the same `step.assemble`; `../training/memory.py` its peak.
 
 Inputs: `architectures.py` (models) and `clusters.py` (devices and links), both tables with sources. `published.py`
 holds runs whose layout and speed are public. `fit.py` takes five constants from one half of them, and the other half

@@ -119,14 +119,14 @@ class Path:
 
 def path(cluster: Cluster, stride: int, size: int) -> Path:
     """The links of a group of `size` ranks, `stride` apart."""
-    return _links(cluster, size, _in_node(cluster, stride, size))
+    return links(cluster, size, _in_node(cluster, stride, size))
 
 
 def axis_path(cluster: Cluster, layout: Layout, *axes: str) -> Path:
     """The links of the group along an axis, or of the flattened group over several."""
     sizes = [layout.size(axis) for axis in axes]
     shared = [_in_node(cluster, layout.stride(axis), layout.size(axis)) for axis in axes]
-    return _links(cluster, math.prod(sizes), math.prod(shared))
+    return links(cluster, math.prod(sizes), math.prod(shared))
 
 
 def gradient_path(cluster: Cluster, layout: Layout) -> Path:
@@ -145,7 +145,8 @@ def _in_node(cluster: Cluster, stride: int, size: int) -> int:
     return size if stride * size <= cluster.per_node else max(1, cluster.per_node // stride)
 
 
-def _links(cluster: Cluster, size: int, in_node: int) -> Path:
+def links(cluster: Cluster, size: int, in_node: int) -> Path:
+    """The links of a group of `size` ranks, of which `in_node` share a node."""
     device = cluster.device
     if in_node == size:
         return Path(size, in_node, device.link * cluster.link_efficiency, cluster.latency[0])
@@ -195,7 +196,7 @@ def show_flattened(cluster: Cluster, layout: Layout) -> list[dict]:
 def _group_row(cluster: Cluster, layout: Layout, name: str, first: list[int]) -> dict:
     """first: the members of the group that rank 0 is in. All others are the same, shifted."""
     size = len(first)
-    way = _links(cluster, size, sum(rank < cluster.per_node for rank in first))
+    way = links(cluster, size, sum(rank < cluster.per_node for rank in first))
     link = "none" if size == 1 else "between nodes" if way.crosses else "inside a node"
     return {
         "axis": name,

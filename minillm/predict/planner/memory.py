@@ -11,6 +11,10 @@
     MLP               3·f gated, 2·f plain
 Tensor parallelism divides the last two lines, sequence parallelism the first too: for a GPT layer 32 of the 34·s·b·h
 bytes of Korthikanti et al. 2022, §4 (https://arxiv.org/abs/2205.05198), whose other two are dropout masks.
+
+One moment is enough here: such code allocates its gradients once, so the peak comes when the last microbatch in flight
+is at the loss. Norms, biases and padding are left out. `training/memory.py` gives the same breakdown, moment by moment
+and to the byte, for this repository's trainer on the CPU, whose kernels keep other tensors.
 """
 
 import math

@@ -1,5 +1,7 @@
-"""Seconds of one training step of a layout, by cause.
+"""Seconds of one training step of a layout, by cause: microbatches and the bubble between them, then what comes once.
 
+    step         M · `Microbatch` + bubble + pp + dp + optimizer, put together by `assemble` for published runs (here)
+                 and for the trainer of this repository (`trainer.py`); the two differ in what hides behind computation
     compute      matrix products and attention of the slowest stage, recomputation included (`compute.py`)
     elementwise  what norms, residuals, activations and the loss read and write
     tp, ep       collectives inside a layer
@@ -53,9 +55,42 @@ class Step:
         return sum(asdict(self).values())
 
 
+@dataclass(frozen=True)
+class Microbatch:
+    """Seconds that one microbatch takes in the slowest stage, forward and backward, by cause. dp: weights that are
+    gathered and gradients that are reduced in every microbatch."""
+
+    compute: float
+    elementwise: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    dp: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(asdict(self).values())
+
+
+def assemble(layout: Layout, each: Microbatch, *, pp: float, dp: float, optimizer: float, tp: float = 0.0) -> Step:
+    """A step from its microbatches. pp, dp, optimizer, tp: seconds that come besides, once in a step."""
+    count = layout.microbatches
+    return Step(
+        compute=count * each.compute,
+        elementwise=count * each.elementwise,
+        tp=count * each.tp + tp,
+        cp=count * each.cp,
+        ep=count * each.ep,
+        bubble=bubble(layout, each.seconds),
+        pp=pp,
+        dp=count * each.dp + dp,
+        optimizer=optimizer,
+    )
+
+
 def step(model: Architecture, layout: Layout, cluster: Cluster, seq: int, stack: Stack = MODERN) -> Step:
     """One step of `layout.batch` sequences of `seq` tokens."""
-    device, count = cluster.device, layout.microbatches
+    device = cluster.device
     tokens = layout.micro_batch * math.ceil(seq / layout.cp)  # of a microbatch on one rank
     layers = layers_per_stage(model, layout)
 
@@ -70,17 +105,13 @@ def step(model: Architecture, layout: Layout, cluster: Cluster, seq: int, stack:
     ep = layers * model.expert_layers / model.num_layers * _experts(model, layout, cluster, tokens)
     if layout.schedule == "dualpipe":  # behind the other direction's computation
         ep = _hidden(ep, busy, cluster)
-    microbatch = busy + tp + cp + ep
+    each = Microbatch(products, elementwise, tp, cp, ep)
     message = tokens * model.hidden_size * ELEMENT / layout.tp  # each rank sends a part, which is gathered in the node
-    return Step(
-        compute=count * products,
-        elementwise=count * elementwise,
-        tp=count * tp,
-        cp=count * cp,
-        ep=count * ep,
-        bubble=bubble(layout, microbatch),
-        pp=_messages(layout, cluster, message, microbatch if stack.overlap else 0.0),
-        dp=_data(model, layout, cluster, microbatch, stack.overlap),
+    return assemble(
+        layout,
+        each,
+        pp=_messages(layout, cluster, message, each.seconds if stack.overlap else 0.0),
+        dp=_data(model, layout, cluster, each.seconds, stack.overlap),
         optimizer=_optimizer(model, layout, cluster),
     )
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from minillm.predict.model import ExpertShape, Shape
 from minillm.predict.planner.layout import Layout, Path
 from minillm.predict.training import context, moe, sharding, tensor
-from minillm.predict.training.memory import ID
+from minillm.predict.training.activations import ID
 from minillm.predict.training.sharding import padded_all
 
 ITEM = 4  # bytes of a float32
@@ -108,11 +108,11 @@ def check(shape: Shape, layout: Layout, seq: int) -> None:
         raise ValueError(f"{shape.num_layers} layers in {layout}: use 1F1B with as many layers in every stage.")
     if layout.tp > shape.num_kv_heads:
         raise ValueError(f"tp {layout.tp} is more than {shape.num_kv_heads} kv heads: use at most one rank for each.")
-    if layout.recompute != "none":
-        raise ValueError(f"{layout}: recomputation is not predicted for this machine.")
+    if layout.recompute == "light" or (layout.recompute == "full" and layout.world_size > 1):
+        raise ValueError(f"{layout}: recomputation is not predicted for this machine, but for one rank that does all.")
     if shape.moe or layout.ep > 1:
         _check_experts(shape.moe, layout)
-    if seq % (2 * layout.cp) or seq // layout.cp % layout.tp:
+    if (layout.cp > 1 and seq % (2 * layout.cp)) or seq // layout.cp % layout.tp:
         raise ValueError(f"a sequence of {seq} tokens does not divide over cp {layout.cp} and tp {layout.tp}.")
 
 

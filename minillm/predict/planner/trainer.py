@@ -1,8 +1,8 @@
 """Step time of `minillm.train.Trainer` in a layout on a measured machine, for a planner that can be checked.
 
-`step.py` and `memory.py` predict what large clusters run: 16-bit training whose collectives hide behind compute. Here
-is the same arithmetic for the program in this repository: float32, every collective waited for, one ring per group.
-`traffic.py` lists its operations, `trainer_memory.py` its peak.
+`step.py` predicts what large clusters run: 16-bit training whose collectives hide behind compute. Here is what the same
+model of a step (`step.assemble`) takes for the program in this repository: float32, every collective waited for, one
+ring per group. `traffic.py` lists its operations, `training/memory.py` its peak.
 
     microbatch of a stage   compute + tensor-, context- and expert-parallel operations (+ gathered weights, ZeRO 3);
                             experts are asked for equally
@@ -16,8 +16,8 @@ from itertools import pairwise
 
 from minillm.predict.model import Shape, causal_context, training_flops
 from minillm.predict.planner.clusters import Cluster
-from minillm.predict.planner.layout import Layout, Path, axis_path, expert_path, gradient_path, path
-from minillm.predict.planner.step import Step, bubble
+from minillm.predict.planner.layout import Layout, Path, axis_path, expert_path, gradient_path, links, path
+from minillm.predict.planner.step import Microbatch, Step, assemble
 from minillm.predict.planner.traffic import message_bytes, operations, units
 
 
@@ -53,7 +53,6 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, seq: int, stage: int,
         book = spent if each.each_microbatch else once
         book[each.axis] += each.seconds(_path(cluster, layout, each.axis))
     compute = _compute(shape, layout, cluster, seq, host)
-    inner = compute + spent["tp"] + spent["cp"] + spent["ep"]
     sharded = spent["dp"] + spent["expert_replicas"]  # ZeRO 2 and 3: in every microbatch
     if layout.zero == 3 and layout.pp == 1:  # while a unit computes the next one is gathered
         blocks = units(shape, layout, stage).blocks
@@ -61,18 +60,13 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, seq: int, stage: int,
         elsewhere = [axis for axis in ("tp", "cp", "ep") if _path(cluster, layout, axis).crosses != shared]
         beside = compute + sum(spent[axis] for axis in elsewhere)  # what does not use the same links
         sharded -= min(beside, sharded) * len(blocks) / (len(blocks) + 1)
-    microbatch = inner + sharded
-    count = layout.microbatches
     crossed, late = _crossing(cluster, layout, message_bytes(shape, layout, seq))
-    return Step(
-        compute=count * compute,
-        elementwise=0.0,  # measured with the rest
-        tp=count * spent["tp"] + once["tp"],
-        cp=count * spent["cp"],
-        ep=count * spent["ep"],
-        bubble=bubble(layout, microbatch),
-        pp=crossed + (count - 1) * late + once["pp"],
-        dp=count * sharded + once["dp"] + once["expert_replicas"],
+    return assemble(
+        layout,
+        Microbatch(compute, tp=spent["tp"], cp=spent["cp"], ep=spent["ep"], dp=sharded),
+        tp=once["tp"],
+        pp=crossed + (layout.microbatches - 1) * late + once["pp"],
+        dp=once["dp"] + once["expert_replicas"],
         optimizer=once["all"],
     )
 
@@ -90,10 +84,7 @@ def _borders(cluster: Cluster, layout: Layout) -> list[Path]:
     """The links between the stages of the first pipeline: some inside a node, some across."""
     stride = layout.stride("pp")
     nodes = [stage * stride // cluster.per_node for stage in range(layout.pp)]
-    device, latency, share = cluster.device, cluster.latency, cluster.link_efficiency
-    inside = Path(2, 2, device.link * share, latency[0])
-    across = Path(2, 1, min(device.link, cluster.network) * share, latency[1])
-    return [inside if here == there else across for here, there in pairwise(nodes)]
+    return [links(cluster, 2, in_node=2 if here == there else 1) for here, there in pairwise(nodes)]
 
 
 def _path(cluster: Cluster, layout: Layout, axis: str) -> Path:

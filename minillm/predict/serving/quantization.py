@@ -30,17 +30,6 @@ def mean_squared_error(step: float) -> float:
     return step * step / 12
 
 
-def signal_to_noise_db(bits: int, peak_over_rms: float) -> float:
-    """10 · log10(mean square of the weights / mean square of the error), of 2^bits even steps over -peak .. peak.
-
-    6.02 · bits + 4.77 - 20 · log10(peak / rms): every bit gains 6.02 dB, and an outlier that doubles the peak costs as
-    much as a bit.
-    """
-    _positive(bits=bits, peak_over_rms=peak_over_rms)
-    step = 2 * peak_over_rms / 2**bits
-    return -10 * math.log10(mean_squared_error(step))
-
-
 def decode_seconds(weights: float, batch: int, bits: float, flops: float, bandwidth: float) -> float:
     """At least, of one step of `batch` sequences. weights: how many; flops: FLOP/s; bandwidth: bytes/s of memory."""
     _positive(weights=weights, batch=batch, bits=bits, flops=flops, bandwidth=bandwidth)
@@ -63,23 +52,12 @@ def batch_without_speedup(bits_before: float, flops: float, bandwidth: float) ->
     return batch_of_full_speedup(bits_before, flops, bandwidth)
 
 
-def cache_bits_per_number(bits: int, head_dim: int, *, scale_bits: float = 16) -> float:
-    """Of keys and values with a scale for each token and head: the pool holds 16 / this times as many tokens."""
-    return bits_per_weight(bits, head_dim, scale_bits=scale_bits)
-
-
 def low_rank_error(singular_values: Sequence[float], rank: int) -> float:
     """‖W - W_r‖ of the best matrix of that rank, Frobenius: √ of the sum of squares of the singular values left out."""
     if not 0 <= rank <= len(singular_values):
         raise ValueError(f"rank {rank} must lie in 0 .. {len(singular_values)}, the number of singular values.")
     left_out = sorted(singular_values, reverse=True)[rank:]
     return math.sqrt(sum(value * value for value in left_out))
-
-
-def low_rank_saves(outputs: int, inputs: int) -> int:
-    """The largest rank whose two factors, [out, r] and [r, in], hold fewer numbers than the matrix."""
-    _positive(outputs=outputs, inputs=inputs)
-    return (outputs * inputs - 1) // (outputs + inputs)
 
 
 def _positive(**values: float) -> None:

@@ -1,25 +1,37 @@
-"""Bytes of a whole training step before it runs: what is held all the time, what forward keeps, and where the peak is.
+"""Memory of a rank of `minillm.train.Trainer`, moment by moment: what is held all the time, and where the peak is.
 
-    state        16 bytes per parameter with Adam, in float32 and in mixed precision alike; 18 while masters are stepped
-    activations  what autograd saves: L blocks, the last norm, and the gradients that the fused loss leaves behind
-    peak         the fullest of four moments; temporaries count
+                 gradients                  activations                 temporaries
+    loss         of earlier microbatches    all in flight, the loss's   two [chunk, V] tiles of logits
+    scale        of earlier microbatches    all in flight, the loss's   the loss's gradients once more
+    last block   bucket, shards or its own  without the loss's          two [T, f] gradients in the MLP, one weight's
+    experts      with theirs or not yet     without what they answered  gradients of their weights, [rows, h], f
+    first block  of the later blocks        of the first block          the same as in the last block
+    embedding    all                        -                           tied: its two parts before their sum
+    optimizer    all                        -                           with masters: one 16-bit gradient
 
-                 state   gradients   activations            temporaries
-    loss           x     earlier     all                    two [chunk, V] tiles of logits
-    backward       x     grow        shrink, block by block two [tokens, f] gradients inside the MLP
-    embedding      x     all         -                      tied: its two parts and their sum
-    optimizer      x     all         -                      -
+always there: weights, masters and moments, cut by ZeRO over dp x cp; the pieces in which each group's rings receive
+partial sums; in a pipeline the messages under way; with ZeRO 3 the blocks that are gathered. A bucket is made whole as
+soon as its first gradient is there. T = tokens of a microbatch on this rank, f = intermediate size / tp; rows are the
+(token, expert) pairs that a rank's experts compute.
 
-For `minillm.train.Trainer` on the CPU, to the byte that is asked for (`measure.memory` counts the same); a GPU's fused
-kernels keep less of a norm. Symbols as in `predict.model`; tokens T = batch · seq.
+On the CPU. One rank: every precision, recomputation or not; activations to the byte that `measure.memory` counts, the
+peak within 2 %. Several ranks: float32 and 1F1B, the peak within 5 %.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minillm.predict.model import ADAM_FP32, ADAM_MIXED, ADAM_PURE, Shape, StateBytes, matmul_parameters, parameters
+from minillm.predict.model import ADAM_FP32, ADAM_MIXED, ADAM_PURE, Shape, StateBytes
+from minillm.predict.planner.layout import Layout
+from minillm.predict.planner.memory import Memory, in_flight
+from minillm.predict.planner.traffic import Operation, group_size, operations, units
+from minillm.predict.training import sharding
+from minillm.predict.training.activations import ID, block_activation_bytes
+from minillm.predict.training.moe import rank_state
+from minillm.predict.training.tensor import CHUNK
 
-CHUNK = 512  # tokens whose logits the fused loss holds at a time
-ID = 8  # bytes of a token id
+UNDER_WAY = 4  # exchanges that a pipeline leaves unfinished
+KEPT_PIECE = 2 << 20  # the largest piece of memory that a group keeps for its next ring
 
 
 @dataclass(frozen=True)
@@ -55,174 +67,229 @@ RECIPES = {
 
 
 @dataclass(frozen=True)
-class StepBytes:
-    """The most that each kind holds during a step, and `moments`: all that is held at each, temporaries included."""
+class StepMemory:
+    """What a rank holds at each moment of a step, by kind. buffer: bytes of the model's buffers, in each moment."""
 
-    parameter: int
-    gradient: int
-    master: int
-    optimizer: int
-    activation: int
+    moments: dict[str, Memory]
     buffer: int
-    moments: dict[str, int]
-
-    @property
-    def state(self) -> int:
-        """Bytes held between steps."""
-        return self.parameter + self.master + self.optimizer
-
-    @property
-    def peak(self) -> int:
-        return max(self.moments.values())
 
     @property
     def fullest(self) -> str:
         """The moment of the peak."""
-        return max(self.moments, key=self.moments.__getitem__)
+        return max(self.moments, key=lambda name: self.moments[name].total)
+
+    @property
+    def peak(self) -> Memory:
+        """What is held at the fullest moment."""
+        return self.moments[self.fullest]
+
+    def most(self, kind: str) -> float:
+        """The most bytes of one kind, a field of `Memory`, at any moment."""
+        return max(getattr(each, kind) for each in self.moments.values())
 
 
 def training_step(
     shape: Shape, batch: int, seq: int, precision: str = "fp32", *, accumulate: int = 1, recompute: bool = False
-) -> StepBytes:
-    """The memory of one step of `accumulate` microbatches of [batch, seq] tokens.
+) -> StepMemory:
+    """One step of one rank, of `accumulate` microbatches of [batch, seq] tokens.
 
-    precision: a name of `RECIPES`; recompute: every block keeps its input only. ValueError for another name.
+    precision: a name of `RECIPES`; recompute: every block keeps its input only. Raises ValueError for another name, and
+    for experts in anything but float32.
     """
     if precision not in RECIPES:
         raise ValueError(f"no formula for precision {precision!r}: use one of {', '.join(RECIPES)}.")
-    if shape.moe:
-        raise ValueError("no formula for a whole step with experts: see moe.rank_state and block_activation_bytes.")
-    recipe, psi = RECIPES[precision], parameters(shape).total
-    step = _Pieces(shape, batch, seq, recipe, accumulate, recompute)
-    moments = {
-        "loss": step.at_the_loss(),
-        "backward": step.in_backward(),
-        "embedding": step.at_the_embedding(),
-        "optimizer": step.at_the_optimizer(),
-    }
-    return StepBytes(
-        psi * recipe.state.parameter,
-        psi * recipe.step_gradient,
-        psi * recipe.state.master,
-        psi * recipe.state.moments,
-        step.activations(),
-        step.buffer,
-        {name: step.held + size for name, size in moments.items()},
-    )
+    layout = Layout(micro_batch=batch, microbatches=accumulate, recompute="full" if recompute else "none")
+    return _Stage(shape, layout, seq, 0, None, RECIPES[precision]).step()
 
 
-class _Pieces:
-    """What the moments are made of. All in bytes; a moment's are those beside `held`, which is there all the time."""
+def rank_step(
+    shape: Shape, layout: Layout, seq: int, stage: int = 0, arrived: Sequence[float] | None = None
+) -> StepMemory:
+    """One step of a rank of a pipeline stage, in float32.
 
-    def __init__(self, shape: Shape, batch: int, seq: int, recipe: Recipe, accumulate: int, recompute: bool):
-        state, tokens, count = recipe.state, batch * seq, parameters(shape)
-        self.shape, self.tokens, self.recipe, self.count, self.recompute = shape, tokens, recipe, count, recompute
-        self.table, self.head = tokens * shape.hidden_size, shape.vocab_size * shape.hidden_size  # elements
-        self.narrow = state.parameter < recipe.wide  # 16-bit weights
+    arrived: rows of a microbatch that its experts get in each of its layers; None: as many as if all experts were asked
+    for equally. Raises ValueError for a layout that `traffic.check` refuses.
+    """
+    return _Stage(shape, layout, seq, stage, arrived, RECIPES["fp32"]).step()
 
-        self.buffer = shape.head_dim // 2 * 4
-        self.held = count.total * (state.parameter + state.master + state.moments) + self.buffer
-        self.gradients = count.total * state.gradient
-        self.earlier = self.gradients if accumulate > 1 else 0  # those of the microbatch before
-        self.stream = self.table * state.parameter  # the residual stream between two blocks
-        self.beside = self.stream if self.narrow else 0  # norms keep float32 copies, the stream comes on top
-        self.block = block_activation_bytes(shape, batch, seq, state.parameter, recipe.compute)
-        self.kept = shape.num_layers * (self.stream if recompute else self.block)
-        self.ids = tokens * ID + seq * shape.head_dim * state.parameter  # and the rotation's cosines and sines
-        self.targets = tokens * ID * (2 * accumulate - 1)  # and the other microbatches
-        self.norm = (2 * self.table + tokens) * recipe.wide  # the last one
-        self.loss = self.table * recipe.compute + self.head * recipe.wide  # gradients of x and head, made with the loss
 
-    def activations(self) -> int:
-        """The most that is kept: after forward, or, with recomputation, while the last block is back."""
-        block_is_back = self.block + 2 * self.beside + self.table * self.recipe.compute  # and the output of its MLP
-        return self.kept + self.ids + max(self.norm + self.loss, block_is_back if self.recompute else 0)
+class _Stage:
+    """What the moments are made of; all in bytes."""
 
-    def at_the_loss(self) -> int:
+    def __init__(
+        self,
+        shape: Shape,
+        layout: Layout,
+        seq: int,
+        stage: int,
+        arrived: Sequence[float] | None,
+        recipe: Recipe,
+    ) -> None:
+        self.shape, self.layout, self.recipe = shape, layout, recipe
+        self.stage, self.is_first, self.is_last = stage, stage == 0, stage == layout.pp - 1
+        self.calls = operations(shape, layout, seq, stage)
+        self.ranks = group_size(layout, "dp")
+        self._count_states(stage)
+        self._count_tokens(seq)
+        self._count_kept(seq, arrived)
+        self.buffer = shape.head_dim // 2 * 4  # the rotation's frequencies
+        self.again = layout.microbatches > self.flight  # a backward has gone before
+        self.earlier = self._between_microbatches() if self.again else 0
+        self.scatters = layout.pp == 1 and self.ranks > 1 and layout.zero >= 2  # gradients while backward runs
+        self.bucketed = self.ranks > 1 and layout.zero < 3
+
+    def _count_states(self, stage: int) -> None:
+        layout, state = self.layout, self.recipe.state
+        self.units = units(self.shape, layout, stage)
+        numels = [sum(self.units.blocks) + self.units.rest, sum(self.units.experts)]
+        sizes = sharding.padded_all(numels, self.ranks)
+        self.state = rank_state(*sizes, self.ranks, layout.ep, layout.zero, state)
+        self.whole = rank_state(*sizes, self.ranks, layout.ep, 0, state).gradient  # gradients of all parameters
+        self.shard = rank_state(*sizes, self.ranks, layout.ep, 2, state).gradient
+
+    def _count_tokens(self, seq: int) -> None:
+        shape, layout, recipe, t = self.shape, self.layout, self.recipe, self.layout.tp
+        self.tokens = layout.micro_batch * (seq // layout.cp)
+        between = self.tokens // (t if layout.sequence else 1)  # tokens of this rank between tensor-parallel regions
+        self.rows = self.tokens * shape.hidden_size * recipe.compute
+        self.stream = between * shape.hidden_size * recipe.state.parameter  # the residual stream between two blocks
+        self.is_narrow = recipe.state.parameter < recipe.wide  # 16-bit weights: norms keep float32 copies beside it
+        self.beside = self.stream if self.is_narrow else 0
+        self.norm = 2 * between * shape.hidden_size * recipe.wide + self.tokens * recipe.wide  # the last one
+        width = -(-shape.intermediate_size // t)
+        self.inner = self.tokens * width * recipe.compute
+        self.weight = shape.hidden_size * width * recipe.state.gradient  # gradient of one matrix of an MLP
+        self.targets = self.tokens * ID * (2 * layout.microbatches - 1)  # and the other microbatches
+        self.words = -(-shape.vocab_size // t)
+        self.head = self.words * shape.hidden_size  # elements
+
+    def _count_kept(self, seq: int, arrived: Sequence[float] | None) -> None:
+        shape, layout, recipe = self.shape, self.layout, self.recipe
+        size, local_seq = recipe.state.parameter, seq // layout.cp
+        self.flight = in_flight(layout, self.stage)
+        chosen = self.tokens * shape.moe.top_k if shape.moe else 0
+        self.arrived = arrived or [chosen] * len(self.units.blocks)
+        order = 2 * ID * sum(chosen + (rows if layout.ep > 1 else 0) for rows in self.arrived)  # and its inverse
+        where = shape, layout.micro_batch, local_seq, size, recipe.compute
+        how = {"tp": layout.tp, "sequence": layout.sequence}
+        blocks = [block_activation_bytes(*where, **how, rows=rows) for rows in self.arrived]
+        self.block, self.recomputes = blocks[-1], layout.recompute == "full"
+        saved = len(blocks) * self.stream if self.recomputes else sum(blocks)
+        positions = self.tokens * ID + local_seq * shape.head_dim * size  # and the rotation's cosines and sines
+        self.kept = self.flight * (saved + order + positions)
+
+    def step(self) -> StepMemory:
+        always = self._scratch() + self._messages() + self._gathered() + self.buffer
+        moments = {}
+        for name, (gradients, activations, temporaries) in self._moments().items():
+            held = self.state.parameter, gradients, self.state.optimizer, activations, temporaries + always
+            moments[name] = Memory(*map(round, held))
+        return StepMemory(moments, self.buffer)
+
+    def _moments(self) -> dict[str, tuple[float, float, float]]:
+        """(gradients, activations, temporaries) at each moment."""
+        moments = self._at_the_loss() if self.is_last else {}
+        moments |= self._in_mixture() if self.shape.moe else self._in_mlp()
+        if self.is_first and not self.scatters:
+            parts = 2 * self.head * self.recipe.state.gradient if self.shape.tie_embeddings and self.is_last else 0
+            moments["embedding"] = self.whole, 0, self.stream + parts
+        state = self.recipe.state
+        last = self.head if self.is_last and not self.shape.tie_embeddings else self.weight // state.gradient
+        narrow = last * state.gradient if state.master else 0  # beside its float32 copy
+        stepped = self._between_microbatches() * self.recipe.step_gradient / state.gradient
+        moments["optimizer"] = stepped, 0, narrow
+        return moments
+
+    def _at_the_loss(self) -> dict[str, tuple[float, float, float]]:
         recipe, chunk = self.recipe, min(CHUNK, self.tokens)
-        tile = chunk * self.shape.vocab_size
+        made = self.rows + self.head * recipe.wide  # gradients of x and head, made with the loss
+        tile, kept = chunk * self.words, self.kept + self.norm + made
+        if self.layout.tp > 1:
+            product = 2 * self.rows + (self.stream if self.layout.sequence else 0)
+            return {"loss": (self.earlier, kept, tile * recipe.wide + product + self.targets)}
         rounded = recipe.compute if recipe.compute < recipe.wide else 0
-        logits_and_log_p = 2 * tile * recipe.wide
-        log_p_and_product = tile * (recipe.wide + rounded) + self.head * recipe.compute
-        casts = (self.table + self.head) * recipe.compute if recipe.autocast else 0
-        rows = self.stream + self.beside + self.targets + chunk * (ID + recipe.wide)  # what the loss reads
-        tiles = max(logits_and_log_p, log_p_and_product)
-        return self.earlier + self.kept + self.ids + self.norm + self.loss + casts + rows + tiles
+        tiles = max(2 * tile * recipe.wide, tile * (recipe.wide + rounded) + self.head * recipe.compute)
+        casts = self.rows + self.head * recipe.compute if recipe.autocast else 0
+        read = self.stream + self.beside + self.targets + chunk * (ID + recipe.wide)
+        again = self.head * recipe.state.parameter if self.is_narrow else self.stream if recipe.autocast else 0
+        return {"loss": (self.earlier, kept, casts + read + tiles), "scale": (self.earlier, kept, made + again)}
 
-    def in_backward(self) -> int:
-        """Where the loss's gradients meet their factor; else in the last block's MLP or, if weights outweigh
-        activations, the first one's. Inside an MLP: the stream's gradient, two of [tokens, intermediate] and one
-        weight's."""
-        shape, recipe, size = self.shape, self.recipe, self.recipe.state.parameter
-        casts = self.head * size if self.narrow else self.stream if recipe.autocast else 0
-        scaled = self.kept + self.ids + self.norm + 2 * self.loss + casts
-        inside = self.stream + 2 * self.tokens * shape.intermediate_size * recipe.compute + self.targets
-        inside += shape.hidden_size * shape.intermediate_size * recipe.state.gradient
-        again = self.block + self.beside if self.recompute else 0  # its output stands in for its input
-        head, blocks = self.head * recipe.state.gradient, (self.count.attention + self.count.mlp) * size
-        last = self.kept + again + inside + (0 if self.earlier else head)
-        to_first = (shape.num_layers - 1) * ((0 if self.earlier else blocks) - self.kept) // shape.num_layers
-        return self.earlier + max(scaled, last, last + to_first)
+    def _in_mlp(self) -> dict[str, tuple[float, float, float]]:
+        """In the backward pass of the last block, and of the first one, where gradients outweigh activations."""
+        gradients, layers = self._gradients(), len(self.units.blocks)
+        inside = self.stream + 2 * self.inner + self.targets + (0 if self.bucketed or self.scatters else self.weight)
+        again = self.block + self.beside if self.recomputes else 0  # its output stands in for its input
+        moments = {"last block": (gradients, self.kept + again, inside)}
+        if self.recomputes:
+            whole = self.kept + self.block + 2 * self.beside + self.rows  # and the output of its MLP
+            moments["recomputed block"] = gradients, whole, self.stream + self.targets
+        if not (self.again or self.bucketed or self.scatters):
+            later = (layers - 1) * sum(self.units.blocks) // layers * self.recipe.state.gradient
+            moments["first block"] = gradients + later, self.kept // layers + again, inside
+        return moments
 
-    def at_the_embedding(self) -> int:
-        """All gradients; a tied embedding's two parts are still there when their sum is made."""
-        parts = 2 * self.head * self.recipe.state.gradient if self.shape.tie_embeddings else 0
-        return self.gradients + self.stream + parts
+    def _in_mixture(self) -> dict[str, tuple[float, float, float]]:
+        """Where experts' gradients are made, and where they move into their bucket."""
+        moe, row, size = self.shape.moe, self.shape.hidden_size * self.recipe.compute, self.recipe.compute
+        wide = -(-moe.intermediate_size // self.layout.tp) * size
+        held, rows = moe.num_experts // self.layout.ep, self.arrived[-1]
+        before = self.kept - self.tokens * moe.top_k * row  # what the experts answered is not needed any more
+        made = held * 3 * moe.intermediate_size // self.layout.tp * row
+        inside = 2 * rows * row + 4 * rows / held * wide  # gradients of rows out and in; of gate, up and their product
+        beside, gradients = made + self.stream + self.targets, self._gradients()
+        if self.layout.zero == 3 and self.layout.pp == 1:  # of the block there is what is made
+            gradients = (self.shard if self.again else 0) + self.head * size
+        is_new = not self.again or (self.layout.zero == 2 and self.layout.pp == 1)
+        bucket = size * sum(self.units.experts) if is_new and self.layout.zero < 3 else 0
+        return {
+            "experts": (gradients - bucket, before, inside + beside),
+            "experts' bucket": (gradients, before - rows * (row + 2 * wide), rows * row + beside),
+        }
 
-    def at_the_optimizer(self) -> int:
-        """With masters, float32 gradients, and the last matrix's 16-bit one beside them."""
-        last = self.count.head or self.shape.hidden_size * self.shape.intermediate_size
-        beside = last * self.recipe.state.gradient if self.recipe.state.master else 0
-        return self.count.total * self.recipe.step_gradient + beside
+    def _between_microbatches(self) -> float:
+        """Gradients between two microbatches, or before the optimizer."""
+        return self.shard if self.layout.zero >= 2 and self.layout.pp == 1 else self.whole
 
+    def _gradients(self) -> float:
+        """While the last block is in its backward pass, the first to have a gradient."""
+        layout, size = self.layout, self.recipe.state.gradient
+        if layout.pp == 1 and layout.zero == 3:
+            return self.earlier + size * (self.units.blocks[0] + self.units.experts[0])
+        if self.scatters:
+            return self.earlier + self.whole
+        if self.bucketed or self.again:
+            return self.whole
+        return self.head * size if self.is_last else 0
 
-def block_activation_bytes(
-    shape: Shape, batch: int, seq: int, weights: int = 4, compute: int | None = None, *, experts: bool = False
-) -> int:
-    """Bytes that one block keeps for its backward pass on the CPU. weights, compute: bytes per element (2, 4 or 8).
+    def _scratch(self) -> int:
+        """Each group keeps up to two pieces of the largest chunk that its rings added. Those of `expert_replicas` are
+        touched by that group's thread alone, where a memory tracker does not see them: it counts that much less."""
+        largest: dict[str, int] = {}
+        for call in self.calls:
+            if call.op in ("all_reduce", "reduce_scatter"):
+                largest[call.axis] = max(largest.get(call.axis, 0), self._chunk(call))
+        sizes = {axis: group_size(self.layout, axis) for axis in largest}
+        return sum(min(2, sizes[axis] - 1) * chunk for axis, chunk in largest.items() if chunk <= KEPT_PIECE)
 
-    Elements per token, float32 (or float64) if marked *, else in `compute` bytes:
-        each norm    2·h* + 1*    its input, the same normalised, 1 / rms;  h its output (autocast: one cast per reader)
-        attention    3·H·d + 2·H_kv·d + H*    q, output, output as the projection reads it; k, v; log-sum-exp
-        q/k norm     2·(H + H_kv)·d* + (H + H_kv)*    inputs, the same normalised, 1 / rms
-        SwiGLU       4·f    gate, silu(gate), up, their product
-    experts: of a block that has some in place of the MLP, dropless, without their losses or autocast. Instead of 4·f:
-        4·shared·f_e and `mixture_activation_bytes`. (The order of rows, 16·k bytes per token, is held besides.)
-    Autocast also keeps a cast of each weight. With a sliding window shorter than seq, the seq · seq mask is kept too.
-    Scores never are: the kernel is fused (torch has none for a head_dim of 2).
-    """
-    compute = compute or weights
-    wide, autocast = max(weights, 4), compute < weights
-    h, heads, kv_heads = shape.hidden_size, shape.num_heads, shape.num_kv_heads
-    q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
-    readers = 3 + 2 if autocast else 2  # q, k, v and gate, up each cast the norm's output, or share it
-    copies = 3 if heads > 1 and seq > 1 else 2  # one head, or one token, is already laid out as the projection reads it
-    qk_norm = 2 * (q + kv) + heads + kv_heads if shape.qk_norm else 0
-    exact = 2 * (2 * h + 1) + heads + qk_norm
-    rounded, moe = readers * h + copies * q + 2 * kv, shape.moe
-    if experts:
-        if autocast or moe is None or not weights == wide:
-            raise ValueError("a block of experts is worked out in float32 or float64, for a model that has experts.")
-        tokens = batch * seq
-        mixture = mixture_activation_bytes(shape, tokens, moe.top_k * tokens, weights)
-        rounded += 4 * moe.shared_experts * moe.intermediate_size
-    else:
-        mixture, rounded = 0, rounded + 4 * shape.intermediate_size
-    mask = seq * seq if shape.sliding_window is not None and shape.sliding_window < seq else 0
-    casts = (matmul_parameters(shape) - shape.vocab_size * h) // shape.num_layers if autocast else 0
-    return batch * seq * (exact * wide + rounded * compute) + (mask + casts) * compute + mixture
+    def _chunk(self, call: Operation) -> int:
+        return -(-call.num_bytes // group_size(self.layout, call.axis))
 
+    def _messages(self) -> float:
+        """In a pipeline: what every microbatch in flight has handed on, and, once gradients come back, the unfinished
+        exchanges."""
+        if self.layout.pp == 1:
+            return 0
+        return (self.flight + (UNDER_WAY if self.again else 0)) * self.stream
 
-def mixture_activation_bytes(shape: Shape, tokens: int, rows: float, itemsize: int = 4, world_size: int = 1) -> float:
-    """Bytes that routed experts keep for backward, in float32 or float64. rows: (token, expert) pairs that the experts
-    of this rank compute, k per token if it has them all; world_size: ranks that share each expert's width.
-
-        per row      h + 2·f_e           row in; gate and up
-        per token    k·h + 2·k + 1 + E   rows out; weights before and after they are normalised, their sum; scores
-    and k numbers of experts per token, 8 bytes each.
-    """
-    moe, h = shape.moe, shape.hidden_size
-    weights = 2 * moe.top_k + 1 if moe.normalize else moe.top_k
-    of_rows = rows * (h + 2 * -(-moe.intermediate_size // world_size))
-    of_tokens = tokens * (moe.top_k * h + weights + moe.num_experts)
-    return (of_rows + of_tokens) * itemsize + tokens * moe.top_k * ID
+    def _gathered(self) -> float:
+        """Whole weights with ZeRO 3: two neighbours' of one model, one part's in a pipeline."""
+        if self.layout.zero < 3 or self.ranks == 1:
+            return 0
+        if self.layout.pp > 1:
+            return self.whole
+        copies = group_size(self.layout, "expert_replicas")
+        blocks = [
+            sharding.padded(block, self.ranks) + sharding.padded(experts, copies)
+            for block, experts in zip(self.units.blocks, self.units.experts, strict=True)
+        ]
+        return sharding.fully_shard_held(blocks, sharding.padded(self.units.rest, self.ranks), 1).gathered

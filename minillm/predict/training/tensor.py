@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: collectives and bytes of a microbatch, parameters and activations of a rank.
+"""Tensor and sequence parallelism: collectives and bytes of a microbatch, and parameters of a rank.
 
     all-reduces   2 forward + 2 backward per layer, of [B, S, H] each; one more forward for the embedding, one more
                   backward for the head; the loss has two of its own, of 1 and 2 numbers per token
@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from minillm.predict import comms
 from minillm.predict.comms import Cost
 from minillm.predict.model import Shape
-from minillm.predict.training.memory import CHUNK, mixture_activation_bytes
+from minillm.predict.training.activations import local_widths
 
+CHUNK = 512  # tokens whose logits the fused loss holds at a time
 RINGS = {
     "all_reduce": comms.ring_all_reduce,
     "all_gather": comms.ring_all_gather,
@@ -42,12 +43,6 @@ class Call:
         one = RINGS[self.op](self.elements, self.itemsize, world_size)
         sent = tuple(self.count * each for each in one.sent_per_rank)
         return Cost(self.count * one.rounds, self.count * one.critical_bytes, sent)
-
-
-def layer_all_reduces(layers: int) -> tuple[int, int]:
-    """(forward, backward) per microbatch: 2L and 2L. The row layer's backward and the column layer's forward have none;
-    three column layers that read one input share one."""
-    return 2 * layers, 2 * layers
 
 
 def layer_bytes(batch: int, seq: int, hidden: int, itemsize: int, world_size: int) -> float:
@@ -160,7 +155,7 @@ def parameters(shape: Shape, world_size: int, ep: int = 1) -> int:
     """Numbers that one rank holds, the same on every rank: matrices / t, padding and copies of kv heads included,
     norms and routers whole, and of routed experts its `expert_parameters`."""
     t, h = world_size, shape.hidden_size
-    q, kv, f = _local(shape, t)
+    q, kv, f = local_widths(shape, t)
     attention = (h + shape.qkv_bias) * (q + 2 * kv) + q * h
     norms = 2 * h + (2 * shape.head_dim if shape.qk_norm else 0)
     words = -(-shape.vocab_size // t) * h * (1 if shape.tie_embeddings else 2)
@@ -170,44 +165,6 @@ def parameters(shape: Shape, world_size: int, ep: int = 1) -> int:
         words += mixtures * (h * moe.num_experts + shared) + expert_parameters(shape, t, ep)
     dense = (shape.num_layers - mixtures) * 3 * h * f
     return words + shape.num_layers * (attention + norms) + dense + h
-
-
-def block_activation_bytes(
-    shape: Shape,
-    batch: int,
-    seq: int,
-    world_size: int,
-    itemsize: int = 4,
-    *,
-    sequence: bool = False,
-    regather: bool = True,
-    rows: float | None = None,
-) -> float:
-    """Bytes that one block of a rank keeps for backward on the CPU: `memory.block_activation_bytes`, what lies inside
-    the regions / t; sequence parallelism divides what lies between them too. itemsize: 4 or 8, without autocast.
-
-    Elements per token: each norm 2H + 1 (input, the same normalised, 1 / rms), the region's input H; inside, q, output
-    and output as the projection reads it, k, v, log-sum-exp, 4F/t of SwiGLU. A block of experts: F of the shared ones,
-    and `memory.mixture_activation_bytes` for the `rows` that this rank's experts compute; None: k per token. Routers
-    see whole sequences, so their input is kept whole.
-    """
-    t, h, moe = world_size, shape.hidden_size, shape.moe
-    q, kv, f = _local(shape, t)
-    mixture = whole = 0
-    if moe:
-        f, whole = -(-moe.shared_experts * moe.intermediate_size // t), h
-        rows = moe.top_k * batch * seq if rows is None else rows
-        mixture = mixture_activation_bytes(shape, batch * seq, rows, itemsize, t)
-    heads, kv_heads = q // shape.head_dim, kv // shape.head_dim
-    copies = 3 if heads > 1 and seq > 1 else 2
-    qk_norm = 2 * (q + kv) + heads + kv_heads if shape.qk_norm else 0
-    inside = copies * q + 2 * kv + heads + qk_norm + 4 * f
-    norms, inputs = 2 * (2 * h + 1), 2 * h - whole
-    tokens = batch * seq
-    shards = t if sequence else 1
-    mask = seq * seq if shape.sliding_window is not None and shape.sliding_window < seq else 0
-    kept = norms * (tokens // shards) + inputs * (tokens // (shards if regather else 1)) + (inside + whole) * tokens
-    return (kept + mask) * itemsize + mixture
 
 
 def activation_bytes(
@@ -222,10 +179,3 @@ def activation_bytes(
     scores = 5 * heads * seq / hidden
     whole, split = (0, 34 + scores) if sequence else (10, 24 + scores)
     return batch * seq * hidden * (whole + split / world_size)
-
-
-def _local(shape: Shape, world_size: int) -> tuple[int, int, int]:
-    """A rank's outputs of q_proj, of k_proj and of gate_proj."""
-    kv_parts = min(world_size, shape.num_kv_heads)
-    q = shape.num_heads // world_size * shape.head_dim
-    return q, shape.num_kv_heads // kv_parts * shape.head_dim, -(-shape.intermediate_size // world_size)

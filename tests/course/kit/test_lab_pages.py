@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from course.kit import course, masters
+from course.kit.minutes import lab_title
 
 ROOT = Path(__file__).parents[3]
 MASTERS = course.masters(ROOT)
@@ -36,9 +37,7 @@ def test_the_first_cell_says_how_long_it_takes_and_what_it_stands_on(lab):
 def test_a_lab_ends_with_a_link_to_the_next(lab, following):
     text, last = masters.lab(MASTERS[lab]).cells[-2:]
     assert last.source == f'finish("{lab}")'
-    link = "](../README.md)" if following is None else f"[{title(following)}]({following}.ipynb)"
+    link = "](../README.md)"
+    if following is not None:
+        link = f"[{lab_title(masters.lab(MASTERS[following]))}]({following}.ipynb)"
     assert link in text.source.split("\n\n")[-1], f"{lab}: the last paragraph should hold {link}"
-
-
-def title(lab: str) -> str:
-    return masters.lab(MASTERS[lab]).cells[0].source.splitlines()[0].removeprefix("# ")

@@ -12,9 +12,10 @@ from minillm.equivalence import placement, planner, scaling
 from minillm.measure import ledger
 from minillm.model import ModelConfig, MoEConfig
 from minillm.predict import comms
-from minillm.predict.planner import traffic, trainer, trainer_memory
+from minillm.predict.planner import traffic, trainer
 from minillm.predict.planner.clusters import Cluster, Device
 from minillm.predict.planner.layout import AXES, Layout
+from minillm.predict.training.memory import rank_step
 from minillm.train.parallel_config import ParallelConfig
 
 HERE = Device("here", 1e9, 1e12, 1e10, 4e6, 1.0, 1.0)
@@ -81,9 +82,8 @@ def test_equal_loads_are_what_is_assumed_without_counts():
     assert traffic.bytes_by_axis(planner.EXPERTS, plan, planner.SEQ, crossing) == assumed
     one_more = traffic.bytes_by_axis(planner.EXPERTS, plan, planner.SEQ, crossing + 1)
     assert one_more["ep"] - assumed["ep"] == 4 * planner.EXPERTS.hidden_size * 4
-    assert trainer_memory.of_stage(planner.EXPERTS, plan, planner.SEQ, 0, [256.0] * 4) == trainer_memory.memory(
-        planner.EXPERTS, plan, planner.SEQ
-    )
+    with_equal_loads = rank_step(planner.EXPERTS, plan, planner.SEQ, 0, [256.0] * 4)
+    assert with_equal_loads == rank_step(planner.EXPERTS, plan, planner.SEQ)
 
 
 def test_seconds_of_the_all_to_alls():
@@ -118,12 +118,15 @@ def test_gradients_cross_nodes_where_dp_is_outermost():
     assert not trainer.gradient_path(machine(8, 4), Layout(dp=2, pp=4, microbatches=4)).crosses
 
 
-@pytest.mark.parametrize("change", [{"pp": 3}, {"tp": 8}, {"cp": 64}, {"recompute": "full"}, {"chunks": 2, "pp": 2}])
+@pytest.mark.parametrize(
+    "change",
+    [{"pp": 3}, {"tp": 8}, {"cp": 64}, {"recompute": "full", "dp": 2}, {"recompute": "light"}, {"chunks": 2, "pp": 2}],
+)
 def test_what_the_formulas_do_not_cover_is_refused(change):
     with pytest.raises(ValueError, match=r"use|not predicted|does not divide"):
         traffic.bytes_by_axis(planner.MODEL, Layout(**change), planner.SEQ)
     with pytest.raises(ValueError, match=r"use|not predicted|does not divide"):
-        trainer_memory.memory(planner.MODEL, Layout(**change), planner.SEQ)
+        rank_step(planner.MODEL, Layout(**change), planner.SEQ)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from minillm.model import ModelConfig
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.regions import gather_from, scatter_to
 from minillm.predict.training import tensor as predict
+from minillm.predict.training.activations import block_activation_bytes
 
 MODEL = ModelConfig(40, 32, 64, 3, 4, 2, max_seq_len=16)
 BATCH, SEQ = 2, 16
@@ -34,10 +35,10 @@ def test_the_same_bytes_and_a_part_of_the_norms(world_size):
             half = predict.layer_bytes(BATCH, SEQ, MODEL.hidden_size, 4, world_size) / 8  # one all-gather
             assert sent == expected["forward"] and sent_back == expected["backward"] + again * half
             assert parameters == predict.parameters(MODEL, world_size)
-            args = MODEL, BATCH, SEQ, world_size
-            assert saved == predict.block_activation_bytes(*args, sequence=True, regather=regather)
+            args = MODEL, BATCH, SEQ
+            assert saved == block_activation_bytes(*args, tp=world_size, sequence=True, regather=regather)
     between = 4 * BATCH * SEQ * (6 * MODEL.hidden_size + 2)  # norms and the inputs of the regions, in float32
-    tensor, sequence = (predict.block_activation_bytes(*args, sequence=split) for split in (False, True))
+    tensor, sequence = (block_activation_bytes(*args, tp=world_size, sequence=split) for split in (False, True))
     assert tensor - sequence == between - between // world_size
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from minillm.model import ModelConfig, MoEConfig
 from minillm.predict import model
-from minillm.predict.training import memory
 from minillm.predict.training import tensor as predict
+from minillm.predict.training.activations import block_activation_bytes
 
 SHAPE = ModelConfig(100, 16, 48, 3, 4, 2)
 
@@ -27,7 +27,6 @@ def test_collectives_of_a_microbatch():
         again = predict.microbatch(SHAPE, 2, 8, sequence=True)
         layers = [predict.cost([c for c in some if c.part == "layers"], t).sent_per_rank[0] for some in (calls, again)]
         assert layers[1] == 1.25 * layers[0] == 1.25 * 3 * predict.layer_bytes(2, 8, 16, 4, t)
-    assert predict.layer_all_reduces(96) == (192, 192)
 
 
 def test_bytes_grow_with_the_batch_and_not_with_the_weights():
@@ -54,10 +53,11 @@ def test_parameters_of_a_rank(settings):
 def test_activations():
     for settings in ({}, dict(qk_norm=True)):
         shape = replace(SHAPE, **settings)
-        whole = memory.block_activation_bytes(shape, 2, 8)
-        assert predict.block_activation_bytes(shape, 2, 8, 1) == whole
-        assert predict.block_activation_bytes(shape, 2, 8, 2, sequence=True) == whole // 2
-        assert whole // 2 < predict.block_activation_bytes(shape, 2, 8, 2) < whole
+        whole = block_activation_bytes(shape, 2, 8)
+        assert block_activation_bytes(shape, 2, 8, tp=2, sequence=True) == whole // 2
+        assert whole // 2 < block_activation_bytes(shape, 2, 8, tp=2) < whole
+        with pytest.raises(ValueError, match="one of 2 tensor-parallel ranks"):
+            block_activation_bytes(shape, 2, 8, 4, 2, tp=2)
     # GPT-3 on 8 ranks (96 heads of 128, 2048 tokens): Korthikanti et al. 2022, equations 1, 2, 4
     found = [predict.activation_bytes(1, 2048, 12288, 96, *options) / 1e9 for options in ((), (8,), (8, True))]
     assert found == pytest.approx([2.87, 0.58, 0.36], abs=0.01)
@@ -79,8 +79,7 @@ def test_experts_reduce_a_row_for_each_choice():
 def test_activations_of_experts():
     for moe in (MoEConfig(8, 3, 6, shared_experts=2), MoEConfig(4, 1, 6, normalize=False)):
         shape = replace(SHAPE, moe=moe)
-        whole = memory.block_activation_bytes(shape, 2, 8, experts=True)
-        assert predict.block_activation_bytes(shape, 2, 8, 1) == whole
+        whole = block_activation_bytes(shape, 2, 8)
         row = 4 * (shape.hidden_size + 2 * 6)
-        assert predict.block_activation_bytes(shape, 2, 8, 1, rows=16 * moe.top_k + 5) - whole == 5 * row
-        assert predict.block_activation_bytes(shape, 2, 8, 2) < whole
+        assert block_activation_bytes(shape, 2, 8, rows=16 * moe.top_k + 5) - whole == 5 * row
+        assert block_activation_bytes(shape, 2, 8, tp=2) < whole

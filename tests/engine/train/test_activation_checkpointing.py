@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from minillm.measure import memory
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
 from minillm.predict.model import forward_flops, training_flops
-from minillm.predict.training.memory import block_activation_bytes
+from minillm.predict.training.activations import block_activation_bytes
 from minillm.train import EXPENSIVE, activation_checkpoint, checkpoint_blocks
 
 CONFIG = ModelConfig(61, 32, 96, 4, 4, 2, max_seq_len=32, tie_embeddings=True)

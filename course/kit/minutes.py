@@ -1,0 +1,53 @@
+"""How long a lab takes: the exercises that it checks, and the heading over each, which says its minutes.
+
+A heading reads `## 2 Build it: rings (12 minutes)`, with `optional` in the parentheses for an exercise that
+is off the core path.
+"""
+
+import re
+from dataclasses import dataclass
+
+from nbformat import NotebookNode
+
+from course.kit import exercises, masters
+
+_HEADING = re.compile(r"^#+ .*\(([^()]*?)(\d+) minutes([^()]*)\)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class TimedExercise:
+    """minutes: of the exercise's check. heading_minutes: of the heading over it; None for a check without its own."""
+
+    name: str
+    minutes: int
+    heading_minutes: int | None
+    is_optional: bool
+
+
+def timed_exercises(lab: NotebookNode) -> list[TimedExercise]:
+    """Every exercise of a lab in order of its checks. A heading belongs to the first check below it."""
+    timed, heading = [], None
+    for cell in lab.cells:
+        if cell.cell_type == "markdown":
+            heading = (_HEADING.findall(cell.source) or [heading])[-1]
+        for name in masters.checked(cell):
+            before, said, after = heading or ("", None, "")
+            is_optional = "optional" in before + after
+            minutes = exercises.find(name).minutes
+            timed.append(TimedExercise(name, minutes, None if said is None else int(said), is_optional))
+            heading = None
+    return timed
+
+
+def core_minutes(lab: NotebookNode) -> tuple[int, int]:
+    """(minutes of the exercises on the core path, minutes of the optional ones)."""
+    timed = timed_exercises(lab)
+    return (
+        sum(each.minutes for each in timed if not each.is_optional),
+        sum(each.minutes for each in timed if each.is_optional),
+    )
+
+
+def lab_title(lab: NotebookNode) -> str:
+    """The title of a lab, which is the first line of its first cell."""
+    return lab.cells[0].source.splitlines()[0].removeprefix("# ")
