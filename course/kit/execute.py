@@ -52,10 +52,17 @@ class ThisInterpreter(KernelSpecManager):
         )
 
 
-def execute(notebook: NotebookNode, folder: Path, *, timeout_s: float = 180.0, strict: bool = True) -> NotebookNode:
+def execute(
+    notebook: NotebookNode,
+    folder: Path,
+    *,
+    timeout_s: float = 180.0,
+    strict: bool = True,
+    progress_file: Path | None = None,
+) -> NotebookNode:
     """A copy of the notebook, run in `folder` and cleaned; raises NotebookFailed at the first error.
 
-    timeout_s: the longest a single cell may take.
+    timeout_s: the longest a single cell may take. progress_file: where its checks record their outcomes.
     """
     notebook = nbformat.from_dict(notebook)
     manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=ThisInterpreter())
@@ -72,7 +79,7 @@ def execute(notebook: NotebookNode, folder: Path, *, timeout_s: float = 180.0, s
     )
     with tempfile.TemporaryDirectory(prefix="minillm-notebook-") as scratch:
         try:
-            variables = environment(strict) | {"MINILLM_PROGRESS": f"{scratch}/progress.json"}
+            variables = environment(strict) | {"MINILLM_PROGRESS": str(progress_file or f"{scratch}/progress.json")}
             client.execute(env=variables, cleanup_kc=True)
         except CellExecutionError as error:
             _refuse_errors(notebook)
