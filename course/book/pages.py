@@ -18,18 +18,7 @@ from course.book.reference import PACKAGES, commands_page, package_page
 from course.kit import course
 
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
-FIRST = (
-    "interview",
-    "teaching",
-    "runs",
-    "cluster",
-    "commands",
-    "proof",
-    "benchmarks",
-    "models",
-    "group",
-    "glossary",
-)  # of docs/; what is not named follows
+FIRST = tuple("interview teaching runs cluster commands proof benchmarks models group glossary".split())  # of docs/
 
 
 def contents(clone: Path) -> dict[str, list[str]]:
