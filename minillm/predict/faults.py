@@ -42,7 +42,8 @@ def young_interval(save_s: float, mtbf_s: float) -> float:
 
 
 def daly_interval(save_s: float, mtbf_s: float) -> float:
-    """The same with higher-order terms, so also for saves that are not short against the MTBF (Daly 2006, eq. 37)."""
+    """Young's interval with higher-order terms, for saves that are not short against the MTBF as well (Daly 2006, eq.
+    37)."""
     _positive(save_s=save_s, mtbf_s=mtbf_s)
     if save_s >= 2 * mtbf_s:
         return mtbf_s

@@ -4,8 +4,8 @@
 
 Five numbers: the share of the peak that wide matrix products reach on an A100 and on an H100, the width at which they
 reach half of it, what overlapped communication costs, and the speed-up of 8 bits. Minimised is the sum of squares of
-log(predicted / reported), by coordinate search: each number up and down by a step that is halved until it is below 0.5
-%.
+log(predicted / reported), by coordinate search: each number up and down by a step that is halved until it is below
+0.5 %.
 """
 
 import math
