@@ -52,8 +52,7 @@ import time
 import torch
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab00_start_here import experiments, receipts
-from course.lab00_start_here import figures as pictures
+from course.lab00_start_here import experiments, figures, receipts
 from minillm import measure
 from minillm.comm import HangError, RankError, launch
 
@@ -140,7 +139,7 @@ rates = experiments.matmul_rates()
 
 def roofline_view(edge=4096):
     """Measured speed of matmuls over arithmetic intensity, under the predicted roof."""
-    return pictures.draw_roofline(
+    return figures.draw_roofline(
         rates,
         edge,
         card.peak_flops,
@@ -284,7 +283,7 @@ receipts.links(card, fit_link)
 # %%
 def link_view(world_size=4):
     """Time of one ring round over message size: measured points and the line α + bytes/β."""
-    return pictures.draw_link(card.links, world_size)
+    return figures.draw_link(card.links, world_size)
 
 
 show(link_view, world_size=max(card.links))
@@ -430,7 +429,7 @@ naive = [min(cores, ranks * threads) * card.peak_flops_one_thread for ranks, thr
 
 def crowd_view():
     """Matmul speed of all ranks together, by ranks × threads: counting cores, and measured."""
-    return pictures.draw_crowd(layouts, naive, together)
+    return figures.draw_crowd(layouts, naive, together)
 
 
 show(crowd_view)

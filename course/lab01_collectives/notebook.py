@@ -21,8 +21,7 @@ import time
 import torch
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab01_collectives import experiments, receipts
-from course.lab01_collectives import figures as pictures
+from course.lab01_collectives import experiments, figures, receipts
 from minillm import comm, measure
 from minillm.comm import HangError, launch
 
@@ -86,10 +85,10 @@ guess_mb = 8.0 * 3  # your guess: to each of the other three ranks, the whole te
 # its own copy. In the picture a cell shows which ranks' contributions that chunk on that rank holds.
 
 # %%
-show(pictures.ring_rounds, ranks=4, rounds_done=2)
+show(figures.ring_rounds, ranks=4, rounds_done=2)
 
 # %%
-sliders(pictures.ring_rounds, ranks=(2, 8), rounds_done=(0, 7))
+sliders(figures.ring_rounds, ranks=(2, 8), rounds_done=(0, 7))
 
 
 # %%
@@ -253,7 +252,7 @@ receipts.bytes_moved(moved, guess_mb)
 # %%
 def bytes_by_witness():
     """Bytes sent by all ranks and by the busiest rank, predicted, by ledger and on the wire."""
-    return pictures.draw_bytes(moved)
+    return figures.draw_bytes(moved)
 
 
 show(bytes_by_witness)
@@ -314,11 +313,11 @@ receipts.messages(ledgers)
 # tensors are small. Move the sliders: what happens to the crossover with more ranks? With a faster link?
 
 # %%
-show(pictures.times_by_size)
+show(figures.times_by_size)
 
 # %%
 sliders(
-    pictures.times_by_size,
+    figures.times_by_size,
     world_size=(2, 512),
     latency_us=(1.0, 100.0, 1.0),
     bandwidth_gb_per_s=(1.0, 400.0, 1.0),
@@ -339,7 +338,7 @@ emulated = experiments.ring_against_tree(experiments.SLOW)
 def ring_against_tree():
     """Time of ring, tree and recursive doubling by tensor size, measured and predicted,
     on loopback and emulated."""
-    return pictures.draw_ring_against_tree(loopback, emulated)
+    return figures.draw_ring_against_tree(loopback, emulated)
 
 
 show(ring_against_tree)
@@ -371,7 +370,7 @@ levels = experiments.flat_against_two_level(all_reduce, hierarchical_all_reduce)
 def flat_against_two_levels():
     """Time of a flat ring and of two levels, predicted and measured,
     over an emulated slow link between two nodes."""
-    return pictures.draw_flat_against_two_level(levels)
+    return figures.draw_flat_against_two_level(levels)
 
 
 show(flat_against_two_levels)

@@ -43,8 +43,7 @@
 import torch
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab02_one_device import experiments, receipts
-from course.lab02_one_device import figures as pictures
+from course.lab02_one_device import experiments, figures, receipts
 
 # %% [markdown]
 # ## Predict
@@ -108,13 +107,13 @@ receipts.bytes_per_parameter(memory_ledger, guess_bytes)
 # | bf16 + masters | bfloat16 | bfloat16 | float32 masters, two moments |
 
 # %%
-measured, predicted = pictures.memories()
+measured, predicted = figures.memories()
 
 
 def memory_by_kind():
     """Bytes by kind of one training step of the target model in three precisions,
     formula and measured."""
-    return pictures.draw_memory(measured, predicted)
+    return figures.draw_memory(measured, predicted)
 
 
 show(memory_by_kind)
@@ -135,12 +134,12 @@ receipts.saved_by_16_bits(measured, guess_saved)
 # measurements.
 
 # %%
-show(pictures.memory_plan)
+show(figures.memory_plan)
 
 # %%
 sliders(
-    pictures.memory_plan,
-    model=list(pictures.MODELS),
+    figures.memory_plan,
+    model=list(figures.MODELS),
     batch=(1, 8),
     seq=[256, 1024, 4096, 16384],
 )
@@ -184,13 +183,13 @@ mfu = check("mfu", mfu)
 # large matmul (lab 00), not the number of a data sheet.
 
 # %%
-splits = pictures.splits()
+splits = figures.splits()
 
 
 def step_split():
     """Time of a step of the target model: input, forward, backward, optimizer;
     with and without recomputation."""
-    return pictures.draw_split(splits)
+    return figures.draw_split(splits)
 
 
 show(step_split)
@@ -209,7 +208,7 @@ receipts.step(splits, mfu)
 # the batch grows?**
 
 # %%
-show(pictures.a_trace)
+show(figures.a_trace)
 
 # %%
 receipts.trace()
@@ -296,7 +295,7 @@ gradients = experiments.text_gradients()
 def underflow(scale_log2=0):
     """Share of real gradients by magnitude, and where float16 ends below and above,
     at a given loss scale."""
-    return pictures.draw_underflow(gradients, scale_log2)
+    return figures.draw_underflow(gradients, scale_log2)
 
 
 show(underflow)
@@ -393,7 +392,7 @@ ways = experiments.recompute_tradeoff()
 def recompute_tradeoff():
     """Activations over FLOPs and over time:
     nothing, every 2nd block, all but matmuls and attention, every block."""
-    return pictures.draw_recompute(ways)
+    return figures.draw_recompute(ways)
 
 
 show(recompute_tradeoff)
@@ -416,10 +415,10 @@ receipts.core_attention()
 # the 34 (for Llama's shape another number) is left to argue about.
 
 # %%
-show(pictures.recompute_plan)
+show(figures.recompute_plan)
 
 # %%
-sliders(pictures.recompute_plan, seq=[1024, 4096, 16384], batch=(1, 8), layers=(8, 80, 8))
+sliders(figures.recompute_plan, seq=[1024, 4096, 16384], batch=(1, 8), layers=(8, 80, 8))
 
 # %% [markdown]
 # ## 6 · Clip by the global norm (optional)
@@ -459,7 +458,7 @@ receipts.clipping(clip)
 # bfloat16 and has no masters. One never clears its gradients. One is healthy. **Which is which?**
 
 # %%
-show(pictures.three_losses)
+show(figures.three_losses)
 
 # %%
 stands_still, never_zeroes = "A", "C"  # your diagnosis; change it before you run the next cell

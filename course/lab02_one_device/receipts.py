@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from course.kit.answers import answers_of
 from course.kit.receipts import Receipt, formula, receipt, row
-from course.lab02_one_device import experiments, watching
-from course.lab02_one_device import figures as pictures
+from course.lab02_one_device import experiments, figures, watching
 from course.lab02_one_device.experiments import CONFIG, SMALL, TARGET, flushed_share, repeated_update
 from course.shared.table import Table, seconds, table
 from minillm.measure import machine
@@ -46,7 +45,7 @@ def bytes_per_parameter(ledger: Callable | None = None, guess: float | None = No
 
 def memory_by_kind(found: tuple[Mapping, Mapping] | None = None) -> Receipt:
     """A step of the target model in three precisions: state, activations and peak by formula and by census."""
-    measured, predicted = found or pictures.memories()
+    measured, predicted = found or figures.memories()
     psi, rows = predict.parameters(TARGET).total, []
     for name, each in measured.items():
         state = (each.parameter + each.gradient + each.optimizer) / psi
@@ -307,7 +306,7 @@ def torch_and_accelerate() -> Receipt:
 
 def interview() -> Table:
     """Numbers that the questions rest on."""
-    eight = pictures.MODELS["Llama 3 8B"]
+    eight = figures.MODELS["Llama 3 8B"]
     flops = predict.training_flops(eight, predict.causal_context(4096))
     lines = [
         ("7B and 70B with Adam, without activations, GB", (round(16 * 7.0), round(16 * 70.6))),
@@ -323,7 +322,7 @@ def interview() -> Table:
 
 def design_memory(seqs: Sequence[int] = (4096, 16384, 65536)) -> Table:
     """D1: the peak of one step of an 8B model on one GPU, by length, precision and recomputation."""
-    eight, lines = pictures.MODELS["Llama 3 8B"], []
+    eight, lines = figures.MODELS["Llama 3 8B"], []
     for seq in seqs:
         peaks = [
             experiments.predicted_memory(eight, 1, seq, name, recompute=again).total / 1e9

@@ -1,6 +1,6 @@
 """Lab 03, data parallel: gradients averaged, packed into buckets, and sent while backward still runs.
 
-Every check trains replicas on real ranks for a few steps (`replicas.py`) and asks: does each gradient equal that
+Every check trains replicas on real ranks for a few steps (`rank_programs.py`) and asks: does each gradient equal that
 of one process on the whole batch, do replicas stay equal to the bit, and do the ledger and the order of events show the
 mechanism? Overlap and accumulation are in `checks_overlap.py`, what is sent at all in `checks_weights.py`.
 """
@@ -14,8 +14,8 @@ from torch import nn
 from course.kit import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab03_data_parallel import replicas
-from course.lab03_data_parallel.replicas import Bucket, Net, Trained, TrainingCase
+from course.lab03_data_parallel import rank_programs
+from course.lab03_data_parallel.rank_programs import Bucket, Net, Trained, TrainingCase
 from course.shared.trials import run
 from minillm.comm import Group
 
@@ -45,13 +45,13 @@ def check_average(learner: Callable) -> Receipt:
             "replica alike (averaged weights are another algorithm, local SGD, and the gradients stay apart)"
         )
     if not any(trained.calls for trained in ranks):
-        replicas.all_communicate(ranks)
-    rows = replicas.right_gradients(case, ranks)
-    replicas.all_communicate(ranks)
+        rank_programs.all_communicate(ranks)
+    rows = rank_programs.right_gradients(case, ranks)
+    rank_programs.all_communicate(ranks)
     tensors = sum(gradient is not None for gradient in case.alone()[0][0].values())
     calls = ranks[0].calls["all_reduce"] / case.steps
     rows.append(row("all-reduces per step: one per tensor, or one for all", 1 if calls == 1 else tensors, calls))
-    rows.append(replicas.byte_row(case, ranks, "each gradient needs to travel once"))
+    rows.append(rank_programs.byte_row(case, ranks, "each gradient needs to travel once"))
     return receipt("naive data parallel on 3 ranks", rows)
 
 
@@ -60,12 +60,12 @@ def _averaged(group: Group, learner: Callable, case: TrainingCase) -> Trained:
 
     def step_of(model: Net, step: int) -> None:
         model.zero_grad()
-        replicas.loss_of(model, *case.data(step, group.rank)).backward()
-        before = replicas.weights(model)
+        rank_programs.loss_of(model, *case.data(step, group.rank)).backward()
+        before = rank_programs.weights(model)
         learner(model, group)
-        changed.extend(name for name, now in replicas.weights(model).items() if not torch.equal(now, before[name]))
+        changed.extend(name for name, now in rank_programs.weights(model).items() if not torch.equal(now, before[name]))
 
-    trained = replicas.train(group, case, step_of)
+    trained = rank_programs.train(group, case, step_of)
     trained.note = ", ".join(changed)
     return trained
 
@@ -95,9 +95,9 @@ def check_buckets(learner: Callable) -> Receipt:
     ranks = run(_bucketed, case.world_size, learner, case, caps["middle"])
     if not any(trained.calls for trained in ranks):
         raise CheckFailed("there is no bucket to reduce")
-    rows += replicas.right_gradients(case, ranks)
+    rows += rank_programs.right_gradients(case, ranks)
     rows.append(row("all-reduces per step", rows[1].predicted, ranks[0].calls["all_reduce"] / case.steps))
-    rows.append(replicas.byte_row(case, ranks, "a bucket's flat tensor is as large as its gradients together"))
+    rows.append(rank_programs.byte_row(case, ranks, "a bucket's flat tensor is as large as its gradients together"))
     return receipt("gradients packed into flat buckets", rows)
 
 
@@ -177,8 +177,8 @@ def _bucketed(group: Group, learner: Callable, case: TrainingCase, cap: int) -> 
             buckets.extend(learner(model.parameters(), cap))
         for bucket in buckets:
             bucket.flat.zero_()
-        replicas.loss_of(model, *case.data(step, group.rank)).backward()
+        rank_programs.loss_of(model, *case.data(step, group.rank)).backward()
         for bucket in buckets:
             group.all_reduce(bucket.flat, op="avg")
 
-    return replicas.train(group, case, step_of)
+    return rank_programs.train(group, case, step_of)

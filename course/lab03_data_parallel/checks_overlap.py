@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from course.kit import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab03_data_parallel import replicas
-from course.lab03_data_parallel.replicas import Net, Trained, TrainingCase
+from course.lab03_data_parallel import rank_programs
+from course.lab03_data_parallel.rank_programs import Net, Trained, TrainingCase
 from course.shared.trials import run
 from minillm import measure
 from minillm.comm import Group
@@ -56,12 +56,12 @@ def check_overlap(learner: Callable) -> Receipt:
                 f"rank 0 starts its buckets in the order {orders[0]}, rank {rank} in the order {order}: an all-reduce "
                 "pairs whatever comes next on every rank. Start bucket i only after bucket i-1, in the list's order"
             )
-    rows = replicas.right_gradients(case, ranks)
+    rows = rank_programs.right_gradients(case, ranks)
     before = [[entry[0] for entry in trained.log[-1]] for trained in ranks]
     early = min(log[: log.index("end")].count("start") for log in before)
     rows.append(row("all-reduces per step: one per bucket", len(buckets), ranks[0].calls["all_reduce"] / case.steps))
     rows.append(row("of these, started before backward ended", len(buckets), early))
-    rows.append(replicas.byte_row(case, ranks, "start every bucket once per step"))
+    rows.append(rank_programs.byte_row(case, ranks, "start every bucket once per step"))
     return receipt("all-reduces during backward, on 3 ranks", rows)
 
 
@@ -123,12 +123,12 @@ def _overlapped(group: Group, learner: Callable, case: TrainingCase, flip: bool 
         state["log"] = []
         for bucket in state["buckets"]:
             bucket.flat.zero_()
-        replicas.loss_of(model, *case.data(step, group.rank)).backward()
+        rank_programs.loss_of(model, *case.data(step, group.rank)).backward()
         state["log"].append(("end",))
         state["finish"]()
         logs.append(state["log"])
 
-    trained = replicas.train(group, case, step_of, flip=flip and group.rank % 2 == 1)
+    trained = rank_programs.train(group, case, step_of, flip=flip and group.rank % 2 == 1)
     trained.log, trained.note = logs, "|".join(state["names"])
     return trained
 
@@ -178,7 +178,7 @@ def check_accumulate(learner: Callable) -> Receipt:
         float(k): f"the mean times {k}: each microbatch's loss is a mean, so divide it by the number of microbatches",
         1 / k: f"the mean divided by {k} once more",
     }
-    rows = replicas.right_gradients(case, ranks, also)
+    rows = rank_programs.right_gradients(case, ranks, also)
     if per_step > buckets:
         raise CheckFailed(
             f"right gradients, but {per_step:g} all-reduces per step of {k} microbatches where {buckets} are enough: "
@@ -189,7 +189,7 @@ def check_accumulate(learner: Callable) -> Receipt:
         _one_at_a_time(trained, rows)
     rows.append(row(f"all-reduces per step of {k} microbatches", buckets, per_step))
     rows.append(row("    microbatches whose activations are held at once", 1, 1))
-    rows.append(replicas.byte_row(case, ranks, "reduce in the last microbatch only"))
+    rows.append(rank_programs.byte_row(case, ranks, "reduce in the last microbatch only"))
     rows.append(row(f"    without no_sync: all-reduces, {k} times as many", None, k * buckets))
     return receipt("one reduction for several microbatches, 2 ranks", rows)
 
@@ -232,7 +232,7 @@ def _accumulated(group: Group, learner: Callable, case: TrainingCase) -> Trained
         log.append([])
 
         def loss_of(ddp: nn.Module, x_: Tensor, y_: Tensor) -> Tensor:
-            loss = replicas.loss_of(ddp, x_, y_)
+            loss = rank_programs.loss_of(ddp, x_, y_)
             if ddp is state["ddp"]:
                 this = len(log[-1])
                 alive.add(this)
@@ -245,11 +245,11 @@ def _accumulated(group: Group, learner: Callable, case: TrainingCase) -> Trained
     # The first reduction finds out in which order gradients become ready; what follows is the steady state.
     model = case.model()
     state["ddp"] = BucketedDDP(model, group, bucket_cap_mb=case.size**2 * 16 / 2**20, first_bucket_mb=1e-9)
-    replicas.loss_of(state["ddp"], *case.data(0, group.rank)).backward()
+    rank_programs.loss_of(state["ddp"], *case.data(0, group.rank)).backward()
     with measure.ledger() as led:
         model.zero_grad()
-        replicas.loss_of(state["ddp"], *case.data(0, group.rank)).backward()
-    trained = replicas.train(group, case, step_of, model=model)
+        rank_programs.loss_of(state["ddp"], *case.data(0, group.rank)).backward()
+    trained = rank_programs.train(group, case, step_of, model=model)
     trained.calls = type(trained.calls)({"all_reduce": trained.calls["all_reduce"]})
     trained.note, trained.log = str(led.calls["all_reduce"]), log
     return trained

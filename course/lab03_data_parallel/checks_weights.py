@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab03_data_parallel.replicas import CLOSE
+from course.lab03_data_parallel.rank_programs import CLOSE
 from course.shared.diagnose import expect_like
 from course.shared.trials import run
 from minillm import measure

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from course.lab03_data_parallel import replicas
+from course.lab03_data_parallel import rank_programs
 from course.lab03_data_parallel.experiments import relative
 from minillm.comm import Group, launch
 
@@ -48,7 +48,7 @@ def unequal_shards(average_gradients: Callable, weighted_loss: Callable, samples
 
 
 def _unequal(group: Group, samples: tuple[int, int], average_gradients: Callable, weighted_loss: Callable) -> dict:
-    case = replicas.TrainingCase(world_size=2, batch=sum(samples), unused=False, seed=3)
+    case = rank_programs.TrainingCase(world_size=2, batch=sum(samples), unused=False, seed=3)
     x, y = case.data(0, 0)  # one batch, dealt out unevenly
     mine = slice(0, samples[0]) if group.rank == 0 else slice(samples[0], None)
     found = {}
@@ -60,7 +60,7 @@ def _unequal(group: Group, samples: tuple[int, int], average_gradients: Callable
         average_gradients(model, group)
         found[name] = _flat(model)
     alone = case.model()
-    replicas.loss_of(alone, x, y).backward()
+    rank_programs.loss_of(alone, x, y).backward()
     return {name: relative(gradient, _flat(alone)) for name, gradient in found.items()}
 
 

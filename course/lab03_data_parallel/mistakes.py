@@ -3,7 +3,7 @@
 import torch
 
 from course.kit.exercises import alternative, mistake
-from course.lab03_data_parallel.replicas import Bucket
+from course.lab03_data_parallel.rank_programs import Bucket
 
 # Naive data parallel
 

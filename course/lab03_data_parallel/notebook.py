@@ -26,12 +26,15 @@ import torch
 from torch import nn
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab03_data_parallel import experiments, receipts
-from course.lab03_data_parallel import experiments_breaks as breaks
-from course.lab03_data_parallel import experiments_overlap as clock
+from course.lab03_data_parallel import (
+    experiments,
+    experiments_breaks,
+    experiments_overlap,
+    figures,
+    receipts,
+)
 from course.lab03_data_parallel import experiments_production as production
-from course.lab03_data_parallel import figures as pictures
-from course.lab03_data_parallel.replicas import Bucket
+from course.lab03_data_parallel.rank_programs import Bucket
 from minillm.comm import launch
 
 # %% [markdown]
@@ -161,11 +164,11 @@ make_buckets = check("gradient-buckets", make_buckets)
 # on with the next layer. The figure shows the gain by arithmetic. Move the sliders: when does the hidden share collapse?
 
 # %%
-show(pictures.step_on_a_clock)
+show(figures.step_on_a_clock)
 
 # %%
 sliders(
-    pictures.step_on_a_clock,
+    figures.step_on_a_clock,
     blocks=(2, 16),
     blocks_per_bucket=(1, 16),
     backward_ms=(1.0, 100.0, 1.0),
@@ -337,18 +340,19 @@ def yours_naive(model, group):
 
 
 def yours_overlapped(model, group):
-    return overlap(make_buckets(model.parameters(), clock.Slow().block_bytes), group)
+    return overlap(make_buckets(model.parameters(), experiments_overlap.Slow().block_bytes), group)
 
 
 forms = {
     "naive": yours_naive,
     "overlapped": yours_overlapped,
-    "BucketedDDP": clock.OURS["bucketed"],
+    "BucketedDDP": experiments_overlap.OURS["bucketed"],
 }
-computing = dict.fromkeys(forms, clock.Slow())
-recorded = launch(clock.steps, clock.WORLD, forms, computing, link=clock.LINK)
-steps = clock.beside_prediction(recorded[0], clock.Slow(), clock.LINK)
-show(pictures.draw_steps, numbers=steps)
+slow, link = experiments_overlap.Slow(), experiments_overlap.LINK
+computing = dict.fromkeys(forms, slow)
+recorded = launch(experiments_overlap.steps, experiments_overlap.WORLD, forms, computing, link=link)
+steps = experiments_overlap.beside_prediction(recorded[0], slow, link)
+show(figures.draw_steps, numbers=steps)
 
 # %%
 receipts.overlap(steps["forms"], guess_hidden)
@@ -364,8 +368,8 @@ receipts.overlap(steps["forms"], guess_hidden)
 # The same over a link with a *latency* of 4 ms per message, and 16 blocks of 10 ms:
 
 # %%
-far = clock.far_away()
-show(pictures.draw_bucket_sweep, numbers=far["sweep"])
+far = experiments_overlap.far_away()
+show(figures.draw_bucket_sweep, numbers=far["sweep"])
 
 # %%
 receipts.bucket_sizes(far["sweep"])
@@ -395,7 +399,7 @@ receipts.straggler(far["straggler"])
 
 # %%
 events = launch(production.traced_step, 2, device="cpu")[0]
-show(pictures.draw_trace, events=events)
+show(figures.draw_trace, events=events)
 
 # %%
 receipts.trace(events)
@@ -419,7 +423,7 @@ receipts.trace(events)
 
 # %%
 trained = launch(experiments.with_yours, 2, top_k_all_reduce)[0]
-show(pictures.draw_losses, numbers=trained)
+show(figures.draw_losses, numbers=trained)
 
 # %%
 receipts.compression(trained)
@@ -450,7 +454,7 @@ receipts.reduce_precision()
 
 # %%
 undivided = launch(experiments.division, 2)[0]
-show(pictures.draw_division, numbers=undivided)
+show(figures.draw_division, numbers=undivided)
 
 # %%
 receipts.division(undivided)
@@ -468,8 +472,8 @@ receipts.division(undivided)
 # rank 1 happens to compute them in the other order. The losses look healthy:
 
 # %%
-print(inspect.getsource(breaks.as_they_become_ready))
-receipts.crossed(launch(breaks.as_they_become_ready, 2))
+print(inspect.getsource(experiments_breaks.as_they_become_ready))
+receipts.crossed(launch(experiments_breaks.as_they_become_ready, 2))
 
 # %% [markdown]
 # Which gradients were averaged with which? Why is there neither a hang nor an error, and what would change with branches
@@ -490,7 +494,7 @@ receipts.crossed(launch(breaks.as_they_become_ready, 2))
 # ## Where it loses
 
 # %%
-show(pictures.draw_losing, numbers=far["losing"])
+show(figures.draw_losing, numbers=far["losing"])
 
 # %%
 receipts.losing(far["losing"])
@@ -503,7 +507,7 @@ receipts.losing(far["losing"])
 # - **Unequal shards** make the step as long as the longest, and the mean wrong unless tokens are weighted:
 
 # %%
-error = breaks.unequal_shards(average_gradients, weighted_loss)
+error = experiments_breaks.unequal_shards(average_gradients, weighted_loss)
 receipts.unequal(error)
 
 # %% [markdown]

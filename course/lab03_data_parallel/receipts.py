@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from course.kit.receipts import Row, formula, row, titled
-from course.lab03_data_parallel import experiments
-from course.lab03_data_parallel import experiments_breaks as breaks
-from course.lab03_data_parallel import experiments_overlap as clock
+from course.lab03_data_parallel import experiments, experiments_breaks, experiments_overlap
 from course.lab03_data_parallel import experiments_production as production
 from minillm import measure
 from minillm.comm import Group, launch
@@ -48,7 +46,8 @@ def _step() -> Iterator[Row]:
 
 
 def _clock() -> Iterator[Row]:
-    found = clock.overlap({"naive": clock.OURS["naive"], "bucketed": clock.OURS["bucketed"]}, repeats=1)
+    forms = {name: experiments_overlap.OURS[name] for name in ("naive", "bucketed")}
+    found = experiments_overlap.overlap(forms, repeats=1)
     for name, form in found["forms"].items():
         yield row(f"emulated link, {name}: step", form["predicted_s"], form["step_s"], "s", tolerance=0.4, noisy=True)
     naive, bucketed = (found["forms"][name]["hidden"] for name in ("naive", "bucketed"))
@@ -171,7 +170,7 @@ def compression(found: dict[str, Any], share: float = 0.01) -> Iterator[Row]:
 @titled("relative error of the mean of 64 gradients, ring order")
 def reduce_precision() -> Iterator[Row]:
     for dtype in (torch.float32, torch.bfloat16):
-        error = breaks.rounding_of_a_ring(dtype)
+        error = experiments_breaks.rounding_of_a_ring(dtype)
         yield row(f"{str(dtype).removeprefix('torch.')}", None, error, kind="simulated")
 
 

@@ -1,8 +1,8 @@
 """Lab 04, ZeRO: who holds which part, and the optimizer cut into N parts.
 
-    lab_04.py          partition, stage 1
-    lab_04_blocks.py   stage 2 (gradients freed in backward), stage 3 (blocks gathered, used, freed)
-    lab_04_shards.py   what is done with shards afterwards: clip, save, offload
+    checks.py          partition, stage 1
+    checks_blocks.py   stage 2 (gradients freed in backward), stage 3 (blocks gathered, used, freed)
+    checks_shards.py   what is done with shards afterwards: clip, save, offload
 
 Every verifier runs the learner's piece on real ranks, on fresh numbers, and compares with one process: the values, the
 bytes each rank sent, the kind and number of collectives, and the bytes it held. A "ZeRO" that shards nothing, or that

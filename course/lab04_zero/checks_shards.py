@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, row
-from course.lab04_zero import shards
-from course.lab04_zero.shards import Flat, Stream
+from course.lab04_zero import rank_programs
+from course.lab04_zero.rank_programs import Flat, Stream
 from course.shared import sharding
 from course.shared.diagnose import expect_like
 from course.shared.sharding import RankRecord
@@ -42,7 +42,7 @@ def check_clip(learner: Callable) -> Receipt:
     cases.append(_draw_flat(4, numel=17, garbage=math.nan))
     broken = _draw_flat(4, share=0.5)
     broken.padded[random.randrange(broken.numel)] = math.inf
-    trials = sharding.by_case(run(shards.run_clip, 4, learner, [*cases, broken]), [*cases, broken])
+    trials = sharding.by_case(run(rank_programs.run_clip, 4, learner, [*cases, broken]), [*cases, broken])
     for case, ranks in zip(cases, trials, strict=False):
         _judge_clip(case, ranks)
     found = [float(did.results[0]) for did in trials[-1]]
@@ -126,7 +126,7 @@ def _judge_clip(case: Flat, ranks: Sequence[RankRecord]) -> None:
 )
 def check_whole_state(learner: Callable) -> Receipt:
     cases = [_draw_flat(4), _draw_flat(3)]
-    trials = sharding.by_case(run(shards.run_whole_state, 4, learner, cases), cases)
+    trials = sharding.by_case(run(rank_programs.run_whole_state, 4, learner, cases), cases)
     rows = []
     for case, ranks in zip(cases, trials, strict=True):
         n, size = case.world_size, len(case.padded)
@@ -187,7 +187,7 @@ def check_stream(learner: Callable) -> Receipt:
         [[torch.randn(size) for _ in range(world)] for _ in range(steps)],
         chunk,
     )
-    trials = sharding.by_case(run(shards.run_stream, world, learner, [case]), [case])[0]
+    trials = sharding.by_case(run(rank_programs.run_stream, world, learner, [case]), [case])[0]
     for rank, did in enumerate(trials):
         _judge_stream(case, rank, did)
     once = 2 * 4 * size * steps

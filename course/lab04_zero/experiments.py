@@ -53,7 +53,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Found:
+class ZeroRecord:
     """What one rank saw. sent, calls, seconds: of the last step; memory: its bytes by kind between backward and step.
 
     host: bytes that went down to an offloaded optimizer and up again, in all steps.
@@ -82,7 +82,7 @@ def tokens(step: int, microbatch: int, rank: int, world_size: int, accumulate: i
     ]
 
 
-def train(group: Group, setup: Setup) -> Found:
+def train(group: Group, setup: Setup) -> ZeroRecord:
     """A few steps; what the last one sent and held."""
     model = Transformer(MODEL, seed=0, dtype=torch.bfloat16 if setup.mixed else torch.float32)
     trainer = FORMS[setup.stage](model, group, setup)
@@ -102,7 +102,7 @@ def train(group: Group, setup: Setup) -> Found:
             trainer.step()
         losses.append(group.all_reduce(loss.double(), "avg").item())
     memory = {kind: size for kind, size in held.items() if size}
-    return Found(losses, led.bytes(), led.calls, memory, led.spans[-1].seconds, trainer.host())
+    return ZeroRecord(losses, led.bytes(), led.calls, memory, led.spans[-1].seconds, trainer.host())
 
 
 class Replicated:
@@ -153,12 +153,12 @@ class Spread(Sharded):
 FORMS = (Replicated, Sharded, Sharded, Spread)
 
 
-def train_all(group: Group, setups: Sequence[Setup]) -> list[Found | None]:
+def train_all(group: Group, setups: Sequence[Setup]) -> list[ZeroRecord | None]:
     """Every setup on the first `world_size` ranks."""
     return on_groups(group, setups, lambda setup, part: train(part, setup))
 
 
-def compare(setups: Sequence[Setup], link: Any = None) -> dict[Setup, list[Found]]:
+def compare(setups: Sequence[Setup], link: Any = None) -> dict[Setup, list[ZeroRecord]]:
     """Each setup's findings by rank, in one launch."""
     ranks = launch(train_all, max(setup.world_size for setup in setups), list(setups), link=link, device="cpu")
     return {setup: [rank[i] for rank in ranks[: setup.world_size]] for i, setup in enumerate(setups)}
@@ -226,7 +226,7 @@ def predicted_kinds(setup: Setup) -> dict[str, int]:
     return {"parameter": held.parameter, "gradient": held.gradient, "optimizer": held.optimizer}
 
 
-def state_rows(found: dict[Setup, list[Found]]) -> list[dict[str, Any]]:
+def state_rows(found: dict[Setup, list[ZeroRecord]]) -> list[dict[str, Any]]:
     """Bytes per rank and kind, predicted and measured on rank 0."""
     return [
         {"name": s.name, "world_size": s.world_size, "mixed": s.mixed, "formula": predicted_state(s)}
@@ -235,7 +235,7 @@ def state_rows(found: dict[Setup, list[Found]]) -> list[dict[str, Any]]:
     ]
 
 
-def byte_rows(found: dict[Setup, list[Found]]) -> list[dict[str, Any]]:
+def byte_rows(found: dict[Setup, list[ZeroRecord]]) -> list[dict[str, Any]]:
     """Bytes that the busiest rank sends in a step, predicted and by the ledger."""
     return [
         {"name": s.name, "accumulate": s.accumulate, "predicted": predicted_bytes(s), "witness": "ledger"}
@@ -276,7 +276,7 @@ def four_ranks_and_one(partition: Any, zero_one: Any, steps: int = 3) -> list[li
     return [launch(train_with, n, partition, zero_one, steps, device="cpu")[0] for n in (4, 1)]
 
 
-def offloaded(found: dict[Setup, list[Found]]) -> list[tuple[str, float, float, int, bool]]:
+def offloaded(found: dict[Setup, list[ZeroRecord]]) -> list[tuple[str, float, float, int, bool]]:
     """ZeRO-2 on 2 ranks with its optimizer in host memory and in files: (where, bytes down and up per step, optimizer
     bytes left in the process, the same losses as without)."""
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 from course.kit import answers_of
 from course.lab04_zero import experiments as stages
 from course.lab04_zero import experiments_links as links
-from course.lab04_zero import experiments_torch as peers
+from course.lab04_zero import experiments_torch
 from course.lab04_zero.experiments import NAMES, STAGES, Setup
 from minillm.drawing import headline, subplots
 from minillm.measure.timeline import STYLES
@@ -262,7 +262,9 @@ def _figure_memory() -> tuple[Figure, dict[str, Any]]:
 
 def _figure_bytes() -> tuple[Figure, dict[str, Any]]:
     found = stages.compare([Setup(s, 4, k) for k in (1, 4) for s in STAGES])
-    rows = stages.byte_rows(found) + peers.byte_rows(peers.peers(tuple(peers.PEERS)[:2]))
+    rows = stages.byte_rows(found) + experiments_torch.byte_rows(
+        experiments_torch.peers(tuple(experiments_torch.PEERS)[:2])
+    )
     return draw_bytes(rows, 4), {"world_size": 4, "payload_bytes": 4 * stages.PSI, "rows": rows}
 
 

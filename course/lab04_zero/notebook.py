@@ -25,11 +25,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab04_zero import experiments, experiments_hybrid, receipts
-from course.lab04_zero import experiments_breaks as breaks
+from course.lab04_zero import (
+    experiments,
+    experiments_breaks,
+    experiments_hybrid,
+    experiments_torch,
+    figures,
+    receipts,
+)
 from course.lab04_zero import experiments_links as links
-from course.lab04_zero import experiments_torch as peers
-from course.lab04_zero import figures as pictures
 from course.lab04_zero.experiments import PSI, Setup
 from minillm.comm import launch
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED
@@ -62,10 +66,10 @@ guess_gb = 112 / 8  # your guess
 receipts.memory_7b(guess_gb)
 
 # %%
-show(pictures.memory_by_stage)
+show(figures.memory_by_stage)
 
 # %%
-sliders(pictures.memory_by_stage, billions=(0.5, 70.0, 0.5), ranks=(1, 64), mixed=True)
+sliders(figures.memory_by_stage, billions=(0.5, 70.0, 0.5), ranks=(1, 64), mixed=True)
 
 # %% [markdown]
 # ### Common claims
@@ -88,10 +92,10 @@ sliders(pictures.memory_by_stage, billions=(0.5, 70.0, 0.5), ranks=(1, 64), mixe
 # this.)
 
 # %%
-show(pictures.who_holds_what)
+show(figures.who_holds_what)
 
 # %%
-sliders(pictures.who_holds_what, ranks=(1, 6), layers=(1, 4))
+sliders(figures.who_holds_what, ranks=(1, 6), layers=(1, 4))
 
 
 # %%
@@ -337,7 +341,7 @@ receipts.state(found)
 
 # %%
 show(
-    pictures.draw_memory,
+    figures.draw_memory,
     found={setup: ranks for setup, ranks in found.items() if setup.accumulate == 1},
 )
 
@@ -380,7 +384,7 @@ receipts.same_losses(found)
 
 # %%
 clocks = links.stage3_on_a_clock((0, 1))
-show(pictures.draw_prefetch, found=clocks)
+show(figures.draw_prefetch, found=clocks)
 
 # %%
 receipts.prefetch(clocks)
@@ -390,11 +394,11 @@ receipts.prefetch(clocks)
 # shorter than the gather? What does a second block ahead gain?
 
 # %%
-show(pictures.stage3_timeline)
+show(figures.stage3_timeline)
 
 # %%
 sliders(
-    pictures.stage3_timeline,
+    figures.stage3_timeline,
     blocks=(2, 8),
     prefetch=(0, 3),
     gather_ms=(1, 80),
@@ -420,7 +424,7 @@ receipts.offload(experiments.offloaded(found))
 
 # %%
 bad_rank = int(torch.randint(0, 4, ()))
-accidents = launch(breaks.all_accidents, 4, bad_rank, device="cpu")
+accidents = launch(experiments_breaks.all_accidents, 4, bad_rank, device="cpu")
 
 # %% [markdown]
 # ### Clip by your own norm
@@ -503,7 +507,7 @@ receipts.bug_hunt(crossing)
 
 # %%
 slow = links.over_a_slow_link()
-show(pictures.draw_slow_link, numbers=slow)
+show(figures.draw_slow_link, numbers=slow)
 
 # %%
 receipts.slow_link(slow)
@@ -518,7 +522,7 @@ receipts.slow_link(slow)
 # from the loopback counter.
 
 # %%
-theirs = peers.peers()
+theirs = experiments_torch.peers()
 receipts.peers(theirs, found[Setup(0, 4)][0].losses[1])
 
 # %% [markdown]

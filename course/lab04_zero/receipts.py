@@ -9,7 +9,7 @@ from typing import Any
 
 from course.kit.receipts import Row, formula, row, titled
 from course.lab04_zero import experiments as stages
-from course.lab04_zero import experiments_breaks as breaks
+from course.lab04_zero import experiments_breaks
 from course.lab04_zero import experiments_links as links
 from course.lab04_zero import experiments_torch as torch_peers
 from course.lab04_zero.experiments import PSI, Setup
@@ -21,7 +21,7 @@ from minillm.predict.model import ADAM_MIXED
 WORLD, BAD_RANK = 4, 2
 
 
-Findings = dict[Setup, list[stages.Found]]
+Findings = dict[Setup, list[stages.ZeroRecord]]
 STATE = {
     True: ("16Ψ", "4Ψ + 12Ψ/N", "2Ψ + 14Ψ/N", "16Ψ/N"),
     False: ("16Ψ", "8Ψ + 8Ψ/N", "4Ψ + 12Ψ/N", "16Ψ/N"),
@@ -37,7 +37,7 @@ def _compared() -> Findings:
 
 @cache
 def _accidents() -> list[dict[str, Any]]:
-    return launch(breaks.all_accidents, WORLD, BAD_RANK, device="cpu")
+    return launch(experiments_breaks.all_accidents, WORLD, BAD_RANK, device="cpu")
 
 
 @titled("7B parameters on 8 ranks, bf16 with masters")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, row
-from course.lab05_tensor_parallel import splitting
-from course.lab05_tensor_parallel.splitting import Layer, Operators, Passed, close
+from course.lab05_tensor_parallel import rank_programs
+from course.lab05_tensor_parallel.rank_programs import Layer, Operators, Passed, close
 from minillm.predict import comms
 
 # What they are held to.
@@ -44,7 +44,7 @@ def check_operators(learner: Any) -> Receipt:
         raise CheckFailed("the exercise asks for both classes: (Enter, Leave)")
     cases = [_draw_operators(world) for world in (4, 3)]
     rows: list[Row] = []
-    for case, found in zip(cases, splitting.try_cases(splitting.run_operators, learner, cases), strict=True):
+    for case, found in zip(cases, rank_programs.try_cases(rank_programs.run_operators, learner, cases), strict=True):
         n = case.world_size
         for rank, passed in enumerate(found):
             _judge_enter(case, rank, passed["enter"])
@@ -62,8 +62,8 @@ def check_operators(learner: Any) -> Receipt:
 
 def _draw_operators(world: int) -> Operators:
     shape = (random.randint(3, 6), random.randint(4, 7))
-    partials, gradients = ([splitting.randn(*shape) for _ in range(world)] for _ in range(2))
-    return Operators(splitting.randn(*shape), partials, gradients)
+    partials, gradients = ([rank_programs.randn(*shape) for _ in range(world)] for _ in range(2))
+    return Operators(rank_programs.randn(*shape), partials, gradients)
 
 
 def _judge_enter(case: Operators, rank: int, passed: Passed) -> None:
@@ -123,11 +123,11 @@ def _judge_leave(case: Operators, rank: int, passed: Passed) -> None:
 def check_mlp(learner: Any) -> Receipt:
     if not isinstance(learner, tuple) or len(learner) != 2:
         raise CheckFailed("the exercise asks for both functions: (cut_mlp, mlp)")
-    cases = [splitting.draw_mlp(world) for world in (4, 3)]
-    found = splitting.try_cases(splitting.run_mlp, learner, cases)
+    cases = [rank_programs.draw_mlp(world) for world in (4, 3)]
+    found = rank_programs.try_cases(rank_programs.run_mlp, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, found, strict=True):
-        n, alone = case.world_size, case.alone(splitting.whole_mlp)
+        n, alone = case.world_size, case.alone(rank_programs.whole_mlp)
         for rank, passed in enumerate(ranks):
             who = f"rank {rank} of {n}"
             judge_output(passed, alone, who, n)

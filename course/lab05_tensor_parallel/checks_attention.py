@@ -9,9 +9,9 @@ import torch
 from course.kit import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, row
-from course.lab05_tensor_parallel import splitting, splitting_order
+from course.lab05_tensor_parallel import rank_programs, rank_programs_order
 from course.lab05_tensor_parallel.checks import direction_rows, judge_output, refuse_extra, say_gradient
-from course.lab05_tensor_parallel.splitting import Layer, Passed, close
+from course.lab05_tensor_parallel.rank_programs import Layer, Passed, close
 from minillm.predict import comms
 
 ANSWERS = answers_of("05_tensor_parallel")
@@ -37,8 +37,8 @@ def check_attention(learner: Any) -> Receipt:
     shapes = [(8, 4, 2), (8, 2, 4), (4, 4, 4), (6, 3, 3)]
     for heads, kv_heads, world in [*shapes, (32, 8, 8), (16, 1, 4)]:
         _judge_heads(learner[0], heads, kv_heads, world)
-    cases = [splitting.draw_attention(*shape) for shape in shapes]
-    found = splitting.try_cases(splitting.run_attention, learner, cases)
+    cases = [rank_programs.draw_attention(*shape) for shape in shapes]
+    found = rank_programs.try_cases(rank_programs.run_attention, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, found, strict=True):
         _judge_attention(case, ranks)
@@ -78,11 +78,11 @@ def _judge_heads(learner: Callable, heads: int, kv_heads: int, n: int) -> None:
 
 
 def _judge_attention(case: Layer, ranks: Sequence[Passed]) -> None:
-    (heads, kv_heads), n, alone = case.heads, case.world_size, case.alone(splitting.whole_attention)
+    (heads, kv_heads), n, alone = case.heads, case.world_size, case.alone(rank_programs.whole_attention)
     sums = [torch.zeros_like(weight) for weight in case.weights]
     for rank, passed in enumerate(ranks):
         judge_output(passed, alone, f"{heads} heads, {kv_heads} kv heads, rank {rank} of {n}", n)
-        places = splitting.cut_heads(sums, *ANSWERS.local_heads(heads, kv_heads, rank, n))
+        places = rank_programs.cut_heads(sums, *ANSWERS.local_heads(heads, kv_heads, rank, n))
         for place, i in zip(places, range(4), strict=True):
             if (gradient := passed.results[f"d{i}"]) is None:
                 raise CheckFailed(f"rank {rank} of {n}: the gradient of its {'qkvo'[i]} is None")
@@ -106,7 +106,7 @@ def _judge_attention(case: Layer, ranks: Sequence[Passed]) -> None:
 )
 def check_column(learner: Any) -> Receipt:
     cases = [_draw_column(world) for world in (4, 3)]
-    found = splitting.try_cases(splitting_order.run_column, learner, cases)
+    found = rank_programs.try_cases(rank_programs_order.run_column, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, found, strict=True):
         n, weight = case.world_size, case.weights[0]
@@ -157,5 +157,5 @@ def _judge_order(log: list[str], who: str) -> None:
 def _draw_column(world: int) -> Layer:
     tokens, hidden = random.sample(range(4, 8), 2)
     rows = 8 + random.randint(1, 3)  # of each rank; the three sizes differ, so that products can be told apart
-    weight = splitting.randn(rows * world, hidden) / 2
-    return Layer(splitting.randn(tokens, hidden), (weight,), splitting.randn(tokens, rows * world), world)
+    weight = rank_programs.randn(rows * world, hidden) / 2
+    return Layer(rank_programs.randn(tokens, hidden), (weight,), rank_programs.randn(tokens, rows * world), world)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, row
-from course.lab05_tensor_parallel import splitting, splitting_order
-from course.lab05_tensor_parallel.splitting import Layer, Passed, close
+from course.lab05_tensor_parallel import rank_programs, rank_programs_order
+from course.lab05_tensor_parallel.rank_programs import Layer, Passed, close
 from minillm.predict import comms
 
 # What they are held to.
@@ -30,10 +30,10 @@ def check_sequence(learner: Any) -> Receipt:
     if not isinstance(learner, tuple) or len(learner) != 3:
         raise CheckFailed("the exercise asks for three: (GatherIn, ScatterOut, sum_norm_gradients)")
     cases = [_draw_blocks(world) for world in (4, 3)]
-    found = splitting.try_cases(splitting_order.run_sequence, learner, cases)
+    found = rank_programs.try_cases(rank_programs_order.run_sequence, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, found, strict=True):
-        n, alone = case.world_size, case.alone(splitting_order.whole_blocks)
+        n, alone = case.world_size, case.alone(rank_programs_order.whole_blocks)
         for rank, passed in enumerate(ranks):
             _judge_blocks(case, alone, rank, passed)
         for rank, passed in enumerate(ranks):
@@ -62,9 +62,9 @@ def check_sequence(learner: Any) -> Receipt:
 
 def _draw_blocks(world: int) -> Layer:
     hidden, inner, tokens = random.randint(4, 6), world * random.randint(2, 3), world * random.randint(2, 3)
-    weights = [1 + splitting.randn(hidden) / 4 for _ in range(2)]
-    weights += [splitting.randn(*shape) / 2 for _ in range(2) for shape in ((inner, hidden), (hidden, inner))]
-    return Layer(splitting.randn(tokens, hidden), tuple(weights), splitting.randn(tokens, hidden), world)
+    weights = [1 + rank_programs.randn(hidden) / 4 for _ in range(2)]
+    weights += [rank_programs.randn(*shape) / 2 for _ in range(2) for shape in ((inner, hidden), (hidden, inner))]
+    return Layer(rank_programs.randn(tokens, hidden), tuple(weights), rank_programs.randn(tokens, hidden), world)
 
 
 def _judge_blocks(case: Layer, alone: dict[str, Tensor], rank: int, passed: Passed) -> None:

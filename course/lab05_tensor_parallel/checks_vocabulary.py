@@ -9,8 +9,8 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, row
-from course.lab05_tensor_parallel import splitting
-from course.lab05_tensor_parallel.splitting import Passed, Vocabulary, close
+from course.lab05_tensor_parallel import rank_programs
+from course.lab05_tensor_parallel.rank_programs import Passed, Vocabulary, close
 from minillm.predict import comms
 
 # What they are held to.
@@ -28,10 +28,10 @@ from minillm.predict import comms
 )
 def check_embedding(learner: Callable) -> Receipt:
     cases = [_draw_embedding(world) for world in (4, 3)]
-    found = splitting.try_cases(splitting.run_vocabulary, learner, cases)
+    found = rank_programs.try_cases(rank_programs.run_vocabulary, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, found, strict=True):
-        table = splitting.leaf(case.table)
+        table = rank_programs.leaf(case.table)
         F.embedding(case.ids, table).backward(case.output_gradient)
         for rank, passed in enumerate(ranks):
             _judge_embedding(case, rank, passed, table.grad)
@@ -56,7 +56,7 @@ def _draw_embedding(world: int) -> Vocabulary:
     ids = torch.randint(vocab, (9,))
     ids[:world] = torch.arange(world) * (vocab // world)  # the first row of every rank
     ids[world : 2 * world] = ids[:world] + vocab // world - 1  # and the last
-    return Vocabulary(splitting.randn(vocab, hidden), ids, splitting.randn(9, hidden), world)
+    return Vocabulary(rank_programs.randn(vocab, hidden), ids, rank_programs.randn(9, hidden), world)
 
 
 def _refuse_changes(passed: Passed, who: str) -> None:
@@ -107,10 +107,10 @@ def _judge_embedding(case: Vocabulary, rank: int, passed: Passed, gradient: Tens
 )
 def check_loss(learner: Callable) -> Receipt:
     cases = [_draw_loss(world) for world in (4, 3)]
-    found = splitting.try_cases(splitting.run_vocabulary, learner, cases)
+    found = rank_programs.try_cases(rank_programs.run_vocabulary, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, found, strict=True):
-        logits, n, tokens = splitting.leaf(case.table), case.world_size, len(case.ids)
+        logits, n, tokens = rank_programs.leaf(case.table), case.world_size, len(case.ids)
         right = F.cross_entropy(logits, case.ids, reduction="none")
         right.backward(case.output_gradient)
         for rank, passed in enumerate(ranks):
@@ -142,13 +142,13 @@ def check_loss(learner: Callable) -> Receipt:
 
 def _draw_loss(world: int) -> Vocabulary:
     share, tokens = random.randint(20, 30), 8
-    logits = 3 * splitting.randn(tokens, world * share)
+    logits = 3 * rank_programs.randn(tokens, world * share)
     logits[0] += 900.0  # exp of it is infinite
     logits[1] -= 900.0  # the sum of exp is zero
     logits[2, :share] += 4000.0  # one rank's logits tower over the others', and over their mean
     ids = torch.randint(world * share, (tokens,))
     ids[3:5] = torch.tensor([share - 1, share])  # the last of one rank, the first of the next
-    return Vocabulary(logits, ids, splitting.randn(tokens), world, columns=True)
+    return Vocabulary(logits, ids, rank_programs.randn(tokens), world, columns=True)
 
 
 def _judge_loss(case: Vocabulary, rank: int, passed: Passed, right: Tensor, gradient: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab05_tensor_parallel.splitting_order import normalise
+from course.lab05_tensor_parallel.rank_programs_order import normalise
 from course.shared.groups import on_groups
 from course.shared.sharding import list_calls
 from minillm import measure
@@ -60,7 +60,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StepTraffic:
     """Collectives by name, bytes sent, and the collectives by the shape of what the caller passed."""
 
     calls: Counter[str]
@@ -69,16 +69,16 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Found:
+class StepRecord:
     """What one rank saw. sums: the all-reduce of partial gradients (norms, copied kv heads), after backward.
 
     parameter, activation: bytes of its weights, and of what autograd saved; gradients: its parts, by name.
     """
 
     loss: float
-    forward: Traffic
-    backward: Traffic
-    sums: Traffic
+    forward: StepTraffic
+    backward: StepTraffic
+    sums: StepTraffic
     parameter: int
     activation: int
     gradients: dict[str, Tensor]
@@ -105,7 +105,7 @@ def build(group: Group, setup: Setup) -> tuple[Transformer, dict[str, Placement]
     return model, placements(config, group.rank, group.world_size, setup.sequence)
 
 
-def step(group: Group, setup: Setup) -> Found:
+def step(group: Group, setup: Setup) -> StepRecord:
     """Forward, backward and the sum of partial gradients, each under a ledger of its own."""
     model, places = build(group, setup)
     batch = tokens(setup.rows)
@@ -118,25 +118,27 @@ def step(group: Group, setup: Setup) -> Found:
         sum_partial(named_gradients(model.named_parameters()), places, group)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     loss = (total / count).item()
-    return Found(loss, traffic(forward), traffic(backward), traffic(sums), held.parameter, held.activation, gradients)
+    return StepRecord(
+        loss, traffic(forward), traffic(backward), traffic(sums), held.parameter, held.activation, gradients
+    )
 
 
-def traffic(led: measure.Ledger) -> Traffic:
-    return Traffic(led.calls, led.bytes(), Counter((event.op, event.shape) for event in led.events))
+def traffic(led: measure.Ledger) -> StepTraffic:
+    return StepTraffic(led.calls, led.bytes(), Counter((event.op, event.shape) for event in led.events))
 
 
-def step_all(group: Group, setups: Sequence[Setup]) -> list[Found | None]:
+def step_all(group: Group, setups: Sequence[Setup]) -> list[StepRecord | None]:
     """Every setup on the first `world_size` ranks."""
     return on_groups(group, setups, lambda setup, part: step(part, setup))
 
 
-def compare(setups: Sequence[Setup]) -> dict[Setup, list[Found]]:
+def compare(setups: Sequence[Setup]) -> dict[Setup, list[StepRecord]]:
     """Each setup's findings by rank, in one launch."""
     ranks = launch(step_all, max(setup.world_size for setup in setups), list(setups), device="cpu")
     return {setup: [rank[i] for rank in ranks[: setup.world_size]] for i, setup in enumerate(setups)}
 
 
-def gradient_error(setup: Setup, ranks: Sequence[Found], alone: Found) -> float:
+def gradient_error(setup: Setup, ranks: Sequence[StepRecord], alone: StepRecord) -> float:
     """The largest relative error of a whole gradient, put together from the ranks' parts."""
     worst = 0.0
     for name, right in alone.gradients.items():
@@ -284,7 +286,7 @@ def per_layer(setups: Sequence[Setup]) -> dict[Setup, dict[str, Any]]:
     return {setup: one_more(found[setup][0], found[deep][0]) for setup, deep in deeper.items()}
 
 
-def one_more(shallow: Found, deeper: Found) -> dict[str, Any]:
+def one_more(shallow: StepRecord, deeper: StepRecord) -> dict[str, Any]:
     """What the layer that one model has more than the other sends and keeps."""
     return {
         "forward": deeper.forward.calls - shallow.forward.calls,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course.lab05_tensor_parallel import splitting
+from course.lab05_tensor_parallel import rank_programs
 from course.lab05_tensor_parallel.experiments import Setup, build, tokens
 from minillm.comm import Group, launch
 from minillm.parallel.sharding.placement import Placement, global_norm, sum_partial
@@ -117,9 +117,9 @@ def bug_hunt(cut_mlp: Any, mlp: Any) -> dict[str, list[float]]:
     x, gradient, *weights = (
         torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 8), (5, 8), *shapes)
     )
-    case = splitting.Layer(x, tuple(weights), gradient, 4)
-    alone = case.alone(splitting.whole_mlp)
-    ranks = [found[0].results for found in launch(splitting.run_mlp, 4, (cut_mlp, mlp), [case], device="cpu")]
+    case = rank_programs.Layer(x, tuple(weights), gradient, 4)
+    alone = case.alone(rank_programs.whole_mlp)
+    ranks = [found[0].results for found in launch(rank_programs.run_mlp, 4, (cut_mlp, mlp), [case], device="cpu")]
     rights = [cut_mlp(alone["d0"], alone["d1"], alone["d2"], rank, 4) for rank in range(4)]
     errors: dict[str, list[float]] = {}
     for rank, found in enumerate(ranks):

@@ -24,11 +24,14 @@ import torch
 import torch.nn.functional as F
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab05_tensor_parallel import experiments, receipts
-from course.lab05_tensor_parallel import experiments_breaks as breaks
+from course.lab05_tensor_parallel import (
+    experiments,
+    experiments_breaks,
+    experiments_torch,
+    figures,
+    receipts,
+)
 from course.lab05_tensor_parallel import experiments_links as links
-from course.lab05_tensor_parallel import experiments_torch as peers
-from course.lab05_tensor_parallel import figures as pictures
 from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Setup
 from minillm.comm import launch
 
@@ -44,10 +47,10 @@ from minillm.comm import launch
 # wants its input, and nothing is gathered in between.
 
 # %%
-show(pictures.who_holds_what)
+show(figures.who_holds_what)
 
 # %%
-sliders(pictures.who_holds_what, ranks=(1, 6), sequence=False)
+sliders(figures.who_holds_what, ranks=(1, 6), sequence=False)
 
 # %% [markdown]
 # ## Predict
@@ -394,7 +397,7 @@ lines = experiments.per_layer([Setup(n, form) for n in (2, 4) for form in FORMS]
 receipts.layers(lines)
 
 # %%
-show(pictures.draw_layer, lines=lines, alone=experiments.layer_activation_bytes(Setup(1)))
+show(figures.draw_layer, lines=lines, alone=experiments.layer_activation_bytes(Setup(1)))
 
 # %% [markdown]
 # 4 collectives per layer and $4\cdot 2\frac{t-1}{t}\,BSH\,b$ bytes, with sequence parallelism too. From 4 to 8 ranks
@@ -440,7 +443,7 @@ receipts.float64(found)
 
 # %%
 clocks = links.overlap_on_a_clock()
-show(pictures.draw_overlap, found=clocks)
+show(figures.draw_overlap, found=clocks)
 
 # %% [markdown]
 # In the forward pass the next layer needs the sum, so a row layer as a whole has nothing to overlap with. But its
@@ -456,11 +459,11 @@ receipts.overlap(clocks, links.forward_on_a_clock())
 # exposed. A layer on a GPU that reaches 400 TFLOP/s, 4,096 tokens, backward overlapped and forward not:
 
 # %%
-show(pictures.time_per_layer)
+show(figures.time_per_layer)
 
 # %%
 sliders(
-    pictures.time_per_layer,
+    figures.time_per_layer,
     tp=[2, 4, 8, 16, 32, 64],
     hidden=(1024, 16384, 1024),
     gb_per_s=(10, 900, 10),
@@ -480,7 +483,7 @@ sliders(
 # [Megatron-LM#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446)). Does the loss show it?
 
 # %%
-accidents = launch(breaks.all_accidents, 4, device="cpu")
+accidents = launch(experiments_breaks.all_accidents, 4, device="cpu")
 norms = [rank["norms"] for rank in accidents]
 receipts.norm_gradients(norms)
 
@@ -520,8 +523,8 @@ receipts.grad_norm([rank["norm"] for rank in accidents])
 # `Leave`. Beside one process:
 
 # %%
-print(inspect.getsource(breaks.suspect_mlp))
-receipts.bug_hunt(breaks.bug_hunt(cut_mlp, breaks.suspect_mlp), "this MLP on 4 ranks")
+print(inspect.getsource(experiments_breaks.suspect_mlp))
+receipts.bug_hunt(experiments_breaks.bug_hunt(cut_mlp, experiments_breaks.suspect_mlp), "this MLP on 4 ranks")
 
 # %% [markdown]
 # Output and weight gradients are exact, and something is wrong. Name the line, and say which gradients of a whole
@@ -536,7 +539,7 @@ receipts.bug_hunt(breaks.bug_hunt(cut_mlp, breaks.suspect_mlp), "this MLP on 4 r
 # </details>
 
 # %%
-receipts.bug_hunt(breaks.bug_hunt(cut_mlp, mlp), "yours")
+receipts.bug_hunt(experiments_breaks.bug_hunt(cut_mlp, mlp), "yours")
 
 # %% [markdown]
 # ## Where it loses
@@ -556,7 +559,7 @@ receipts.unpaired(launch(links.pairs, 4, device="cpu")[0])
 
 # %%
 slow = links.over_a_slow_link()
-show(pictures.draw_slow_link, numbers=slow)
+show(figures.draw_slow_link, numbers=slow)
 
 # %%
 receipts.slow_link(slow)
@@ -573,8 +576,8 @@ receipts.slow_link(slow)
 # and tokens on 2 ranks. DTensor knows nothing of minillm's ledger, so the bytes come from the loopback counter.
 
 # %%
-print(inspect.getsource(peers.separate))
-receipts.peers(peers.peers())
+print(inspect.getsource(experiments_torch.separate))
+receipts.peers(experiments_torch.peers())
 
 # %% [markdown]
 # - **Each layer for itself**, as tutorials write the plan: q, k and v each all-reduce their own $dX$, and so do gate

@@ -11,10 +11,10 @@ from typing import Any
 
 from course.kit.receipts import Row, formula, row, titled
 from course.lab05_tensor_parallel import experiments as steps
-from course.lab05_tensor_parallel import experiments_breaks as breaks
+from course.lab05_tensor_parallel import experiments_breaks
 from course.lab05_tensor_parallel import experiments_links as links
 from course.lab05_tensor_parallel import experiments_torch as torch_peers
-from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Found, Setup
+from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Setup, StepRecord
 from course.lab05_tensor_parallel.figures import layer_seconds
 from course.shared.table import Table, seconds, table
 from minillm.comm import Group, launch
@@ -52,11 +52,11 @@ def _everything(group: Group, setups: list[Setup]) -> dict[str, Any]:
         "steps": steps.step_all(group, setups),
         "single": steps.single_layers(group),
         "pairs": links.pairs(group),
-        "accidents": breaks.all_accidents(group, steps=2),
+        "accidents": experiments_breaks.all_accidents(group, steps=2),
     }
 
 
-def _steps() -> dict[Setup, list[Found]]:
+def _steps() -> dict[Setup, list[StepRecord]]:
     ranks = _measured()
     return {s: [rank["steps"][i] for rank in ranks[: s.world_size]] for i, s in enumerate(_setups())}
 
@@ -110,7 +110,7 @@ def gpt3_activations() -> Iterator[Row]:
 
 
 @titled(f"a step of {MODEL.num_layers} layers")
-def step(setups: dict[str, Setup] | None = None, found: dict[Setup, list[Found]] | None = None) -> Iterator[Row]:
+def step(setups: dict[str, Setup] | None = None, found: dict[Setup, list[StepRecord]] | None = None) -> Iterator[Row]:
     setups, found = setups or {"4 ranks": Setup(WORLD)}, found or _steps()
     for name, setup in setups.items():
         yield row(f"{name}: sent per rank and step", steps.step_bytes(setup), found[setup][0].sent, "B")
@@ -122,7 +122,7 @@ def step(setups: dict[str, Setup] | None = None, found: dict[Setup, list[Found]]
 
 
 @titled("the loss")
-def loss(found: Found | None = None) -> Iterator[Row]:
+def loss(found: StepRecord | None = None) -> Iterator[Row]:
     """The collectives of the loss, per token."""
     found = found or _steps()[Setup(WORLD)][0]
     setup = Setup(WORLD)
@@ -136,7 +136,7 @@ def loss(found: Found | None = None) -> Iterator[Row]:
 
 
 @titled("gradients in float64")
-def float64(found: dict[Setup, list[Found]] | None = None) -> Iterator[Row]:
+def float64(found: dict[Setup, list[StepRecord]] | None = None) -> Iterator[Row]:
     found = found or _steps()
     alone = found[EXACT[0]][0]
     for setup in EXACT[1:]:

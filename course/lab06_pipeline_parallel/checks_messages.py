@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from course.kit import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, row
-from course.lab06_pipeline_parallel import staging
+from course.lab06_pipeline_parallel import rank_programs
 from course.lab06_pipeline_parallel.checks import as_action
 from course.shared.measuring import count_flops
 from course.shared.trials import run
@@ -52,7 +52,7 @@ def check_messages(learner: Callable) -> Receipt:
         _judge_rendezvous(steps, where)
         programs.append((stages, steps))
         names.append((where, predict.sends(stages, microbatches)))
-    ranks = run(staging.run_messages, 4, programs)
+    ranks = run(rank_programs.run_messages, 4, programs)
     rows = []
     for index, (where, due) in enumerate(names):
         found = [rank[index] for rank in ranks if rank[index] is not None]

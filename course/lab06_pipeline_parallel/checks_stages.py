@@ -9,8 +9,8 @@ from torch import Tensor
 from course.kit import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, row
-from course.lab06_pipeline_parallel import staging
-from course.lab06_pipeline_parallel.staging import Run, Staged, Tied
+from course.lab06_pipeline_parallel import rank_programs
+from course.lab06_pipeline_parallel.rank_programs import StageCase, Staged, Tied
 from course.shared import sharding
 from course.shared.trials import run
 from minillm.comm import RankError
@@ -42,12 +42,14 @@ def check_stage(learner: Callable) -> Receipt:
         (1, 3, ANSWERS.gpipe_order, "GPipe"),
     ]
     turns = (4, 6, ANSWERS.one_f_one_b_order, "1F1B")
-    cases = [_draw_run(*case) for case in (*filled, turns)]
+    cases = [_draw_case(*case) for case in (*filled, turns)]
     try:
-        trials = run(staging.run_stage, 4, learner, cases)
+        trials = run(rank_programs.run_stage, 4, learner, cases)
     except CheckFailed as hang:
         first = cases[:-1]  # where sends that wait do no harm
-        for case, ranks in zip(first, sharding.by_case(run(staging.run_stage, 4, learner, first), first), strict=True):
+        for case, ranks in zip(
+            first, sharding.by_case(run(rank_programs.run_stage, 4, learner, first), first), strict=True
+        ):
             _judge_stage(case, ranks)
         raise CheckFailed(
             f"right under GPipe, but under 1F1B {hang}\nTwo neighbours send to each other, and both wait: send with "
@@ -64,10 +66,10 @@ def _in_turn(stage: int, stages: int, microbatches: int) -> list[str]:
     return [f"{kind}{m}" for m in range(microbatches) for kind in "FB"]
 
 
-def _draw_run(stages: int, microbatches: int, order: Callable, name: str) -> Run:
-    shape = staging.ROWS, staging.WIDTH
-    return Run(
-        [torch.randn(staging.WIDTH, staging.WIDTH, dtype=torch.float64) for _ in range(stages)],
+def _draw_case(stages: int, microbatches: int, order: Callable, name: str) -> StageCase:
+    shape = rank_programs.ROWS, rank_programs.WIDTH
+    return StageCase(
+        [torch.randn(rank_programs.WIDTH, rank_programs.WIDTH, dtype=torch.float64) for _ in range(stages)],
         [torch.randn(shape, dtype=torch.float64) for _ in range(microbatches)],
         [torch.randn(shape, dtype=torch.float64) for _ in range(microbatches)],
         [order(stage, stages, microbatches) for stage in range(stages)],
@@ -75,23 +77,23 @@ def _draw_run(stages: int, microbatches: int, order: Callable, name: str) -> Run
     )
 
 
-def _judge_stage(case: Run, ranks: Sequence[Staged]) -> None:
+def _judge_stage(case: StageCase, ranks: Sequence[Staged]) -> None:
     """CheckFailed unless every stage has the gradient of one process, by messages between neighbours."""
-    wanted, microbatches = staging.in_one_process(case), len(case.inputs)
+    wanted, microbatches = rank_programs.in_one_process(case), len(case.inputs)
     slips = {
         f"{microbatches} times too large: the mean over all microbatches is asked for, so divide each loss": (
-            staging.in_one_process(case, lambda loss, m: loss * microbatches)
+            rank_programs.in_one_process(case, lambda loss, m: loss * microbatches)
         ),
         f"{microbatches} times too small: the loss was divided twice": (
-            staging.in_one_process(case, lambda loss, m: loss / microbatches)
+            rank_programs.in_one_process(case, lambda loss, m: loss / microbatches)
         ),
         "that of the last microbatch alone: gradients of microbatches add up in .grad": (
-            staging.in_one_process(case, lambda loss, m: loss * (m == microbatches - 1))
+            rank_programs.in_one_process(case, lambda loss, m: loss * (m == microbatches - 1))
         ),
     }
     for stage, did in enumerate(ranks):
         who = f"{case.name}: stage {stage}"
-        if ready := sorted(set(did.calls) - staging.GROUP_ONLY):
+        if ready := sorted(set(did.calls) - rank_programs.GROUP_ONLY):
             raise CheckFailed(f"{who} calls {', '.join(ready)}: neighbours exchange messages, the others have no part")
         if did.gradient is None:
             raise CheckFailed(f"{who} has no gradient: does backward run on every stage, through the kept output?")
@@ -115,7 +117,7 @@ def _judge_stage(case: Run, ranks: Sequence[Staged]) -> None:
         raise CheckFailed(f"right gradients, but {case.name}: {sent} messages where {due} are enough")
 
 
-def _most_in_flight(case: Run, stage: int) -> int:
+def _most_in_flight(case: StageCase, stage: int) -> int:
     held = most = 0
     for action in case.orders[stage]:
         held += 1 if action[0] == "F" else -1
@@ -123,12 +125,12 @@ def _most_in_flight(case: Run, stage: int) -> int:
     return most
 
 
-def _rows(case: Run, ranks: Sequence[Staged]) -> list:
-    wanted, stages = staging.in_one_process(case), case.world_size
+def _rows(case: StageCase, ranks: Sequence[Staged]) -> list:
+    wanted, stages = rank_programs.in_one_process(case), case.world_size
     worst = max(((did.gradient - right).norm() / right.norm()).item() for did, right in zip(ranks, wanted, strict=True))
     most = [_most_in_flight(case, stage) for stage in range(stages)]
     within = all(did.peak <= limit for did, limit in zip(ranks, most, strict=True))
-    due = predict.sent_bytes(stages, len(case.inputs) * staging.ROWS, 1, staging.WIDTH, 8)
+    due = predict.sent_bytes(stages, len(case.inputs) * rank_programs.ROWS, 1, rank_programs.WIDTH, 8)
     return [
         row(f"{case.name}: gradients of one process (within 1e-12)", True, worst < 1e-12),
         row("    messages of all stages", predict.sends(stages, len(case.inputs)), sum(did.messages for did in ranks)),
@@ -150,7 +152,7 @@ def _rows(case: Run, ranks: Sequence[Staged]) -> list:
 def check_tied(learner: Callable) -> Receipt:
     cases = [Tied([torch.randn(5, 4) for _ in range(stages)]) for stages in (4, random.choice((2, 3)), 1)]
     try:
-        trials = sharding.by_case(run(staging.run_tied, 4, learner, cases), cases)
+        trials = sharding.by_case(run(rank_programs.run_tied, 4, learner, cases), cases)
     except RankError as error:
         if "MismatchError" in str(error) and "barrier" in str(error):  # the check's own, after the learner's function
             raise CheckFailed(
@@ -180,7 +182,7 @@ def check_tied(learner: Callable) -> Receipt:
     return Receipt("one embedding, two copies", tuple(rows))
 
 
-def _judge_tied(who: str, did: staging.Summed, wanted: Tensor, case: Tied, stage: int) -> None:
+def _judge_tied(who: str, did: rank_programs.Summed, wanted: Tensor, case: Tied, stage: int) -> None:
     if did.weight_moved:
         raise CheckFailed(f"{who}: the weight itself changed; sum the gradients (.grad)")
     if did.gradient is not None and torch.allclose(did.gradient, wanted):

@@ -80,7 +80,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Found:
+class PipelineRecord:
     """What one rank saw. error: of its gradients, relative to one process; parameters: elements it holds;
     activation: bytes of them at the fullest moment (0 without a census)."""
 
@@ -117,7 +117,7 @@ def _one_process(job: Job) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def step(group: Group, job: Job, ranges: Sequence[range] | None = None) -> Found:
+def step(group: Group, job: Job, ranges: Sequence[range] | None = None) -> PipelineRecord:
     """One step of a job; the model is float64, so that another order of additions is all that is left of an error."""
     schedule, batch = job.built, tokens(job)
     parts = build_parts(job.config, schedule, group.rank, ranges or even(job, schedule), seed=0, dtype=torch.float64)
@@ -141,7 +141,7 @@ def step(group: Group, job: Job, ranges: Sequence[range] | None = None) -> Found
     )
     sent = [event for event in led.events if event.op in ("send", "exchange", "recv")]
     numel = sum(p.numel() for part in parts for p in part.parameters())
-    return Found(
+    return PipelineRecord(
         led,
         pipeline.peak_in_flight,
         sum(event.messages for event in sent),
@@ -171,7 +171,7 @@ def relative(found: Tensor, right: Tensor) -> float:
     return ((found - right).norm() / right.norm()).item()
 
 
-def all_steps(group: Group, jobs: Sequence[Job]) -> list[Found | None]:
+def all_steps(group: Group, jobs: Sequence[Job]) -> list[PipelineRecord | None]:
     """Every job on the first `stages` ranks; one step without a clock first, which connects the ranks."""
     groups = first_ranks(group, (job.stages for job in jobs))
     for own in groups.values():
@@ -180,7 +180,7 @@ def all_steps(group: Group, jobs: Sequence[Job]) -> list[Found | None]:
     return [best_of_two(groups[job.stages], job) if groups[job.stages].rank >= 0 else None for job in jobs]
 
 
-def best_of_two(group: Group, job: Job) -> Found:
+def best_of_two(group: Group, job: Job) -> PipelineRecord:
     """A step; on emulated devices the quicker of two if something else on this machine got in the way."""
     first = step(group, job)
     if job.speed is None or took(group, first) <= DISTURBED * planned(job).makespan:
@@ -188,14 +188,14 @@ def best_of_two(group: Group, job: Job) -> Found:
     return min(first, step(group, job), key=lambda found: took(group, found))
 
 
-def took(group: Group, found: Found) -> float:
+def took(group: Group, found: PipelineRecord) -> float:
     """Seconds from the first action of any rank to the last; the same number on every rank."""
     spans = [span for span in found.ledger.spans if NAME.fullmatch(span.name)]
     ends = group.gather_objects((min(span.start for span in spans), max(span.end for span in spans)))
     return max(end for _, end in ends) - min(start for start, _ in ends)
 
 
-def run(jobs: Sequence[Job]) -> dict[Job, list[Found]]:
+def run(jobs: Sequence[Job]) -> dict[Job, list[PipelineRecord]]:
     """Each job's findings by rank, in one launch."""
     ranks = launch(all_steps, max(job.stages for job in jobs), list(jobs), device="cpu")
     return {job: [rank[i] for rank in ranks[: job.stages]] for i, job in enumerate(jobs)}
@@ -204,7 +204,7 @@ def run(jobs: Sequence[Job]) -> dict[Job, list[Found]]:
 # What is made of it.
 
 
-def measured(job: Job, ranks: Sequence[Found]) -> Timeline:
+def measured(job: Job, ranks: Sequence[PipelineRecord]) -> Timeline:
     """The bars that the ranks measured, in seconds."""
     return observed(job.built, [rank.ledger for rank in ranks])
 
@@ -243,7 +243,7 @@ def idle_formula(job: Job) -> float | None:
     return None
 
 
-def rows_of(found: dict[Job, list[Found]]) -> list[dict[str, Any]]:
+def rows_of(found: dict[Job, list[PipelineRecord]]) -> list[dict[str, Any]]:
     """One row per job: predicted and measured, ready for JSON."""
     rows = []
     for job, ranks in found.items():

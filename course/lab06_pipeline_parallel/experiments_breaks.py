@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab06_pipeline_parallel import staging
+from course.lab06_pipeline_parallel import rank_programs
 from course.lab06_pipeline_parallel.experiments import MODEL, relative
 from minillm.comm import Group, HangError, launch
 from minillm.model import Transformer
@@ -208,10 +208,10 @@ def bug_hunt(stage_class: type, stages: int = 4, microbatches: int = 6) -> dict[
     orders = {"one microbatch at a time": in_turn}
     for name, schedule in (("1F1B", one_f_one_b(stages, microbatches)), ("GPipe", gpipe(stages, microbatches))):
         orders[name] = [[str(action) for action in order] for order in schedule.orders]
-    weights = draw(stages, staging.WIDTH, staging.WIDTH)
-    inputs, targets = (draw(microbatches, staging.ROWS, staging.WIDTH) for _ in range(2))
-    cases = [staging.Run(weights, inputs, targets, order, name) for name, order in orders.items()]
-    ranks, right = launch(staging.run_stage, stages, stage_class, cases), staging.in_one_process(cases[0])
+    weights = draw(stages, rank_programs.WIDTH, rank_programs.WIDTH)
+    inputs, targets = (draw(microbatches, rank_programs.ROWS, rank_programs.WIDTH) for _ in range(2))
+    cases = [rank_programs.StageCase(weights, inputs, targets, order, name) for name, order in orders.items()]
+    ranks, right = launch(rank_programs.run_stage, stages, stage_class, cases), rank_programs.in_one_process(cases[0])
     return {
         case.name: [relative(ranks[stage][i].gradient, right[stage]) for stage in range(stages)]
         for i, case in enumerate(cases)

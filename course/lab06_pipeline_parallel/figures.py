@@ -7,7 +7,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from course.lab06_pipeline_parallel import experiments, pipeline_picture
-from course.lab06_pipeline_parallel.experiments import FORWARD_S, Found, Job
+from course.lab06_pipeline_parallel.experiments import FORWARD_S, Job, PipelineRecord
 from minillm.drawing import headline, subplots
 from minillm.palette import PALETTE, TEXT, look
 from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES, Durations, pipedream, simulate
@@ -67,7 +67,7 @@ def _zero_bubble(stages: int, microbatches: int) -> float:
 # Drawn from measurements.
 
 
-def draw_bars(job: Job, ranks: list[Found]) -> Figure:
+def draw_bars(job: Job, ranks: list[PipelineRecord]) -> Figure:
     """Every action of a step, rank by rank: planned bars (hollow) above measured ones (solid)."""
     line = experiments.measured(job, ranks)
     plan = experiments.planned(job)

@@ -26,10 +26,13 @@ import itertools
 import torch
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab06_pipeline_parallel import experiments, receipts
-from course.lab06_pipeline_parallel import experiments_breaks as breaks
-from course.lab06_pipeline_parallel import experiments_torch as peers
-from course.lab06_pipeline_parallel import figures as pictures
+from course.lab06_pipeline_parallel import (
+    experiments,
+    experiments_breaks,
+    experiments_torch,
+    figures,
+    receipts,
+)
 from course.lab06_pipeline_parallel.experiments import PRINTED_CHART, Job
 from minillm.comm import launch
 from minillm.parallel.pipeline_parallel.schedule import schedules
@@ -114,11 +117,11 @@ def one_f_one_b_order(stage, stages, microbatches):
 one_f_one_b_order = check("one-f-one-b-order", one_f_one_b_order)
 
 # %%
-show(pictures.schedule_on_a_clock)
+show(figures.schedule_on_a_clock)
 
 # %%
 sliders(
-    pictures.schedule_on_a_clock,
+    figures.schedule_on_a_clock,
     schedule=[
         "gpipe",
         "1f1b",
@@ -139,7 +142,7 @@ sliders(
 # 8, 8, 8, 8 to 4, 3, 2, 1. How the idle share falls with $M$:
 
 # %%
-show(pictures.idle_by_microbatches)
+show(figures.idle_by_microbatches)
 
 # %% [markdown]
 # At a fixed global batch, more microbatches are smaller ones, which make slower kernels.
@@ -362,7 +365,7 @@ sum_tied = check("tied-embedding", sum_tied)
 # Your balance, order, stage and sum train a small transformer with tied embeddings on 4 stages, and on one.
 
 # %%
-losses = breaks.four_stages_and_one(balance, one_f_one_b_order, Stage, sum_tied)
+losses = experiments_breaks.four_stages_and_one(balance, one_f_one_b_order, Stage, sum_tied)
 receipts.trained(*losses)
 
 # %% [markdown]
@@ -378,16 +381,16 @@ receipts.trained(*losses)
 print(inspect.getsource(experiments.step))
 
 # %%
-EVERY = [Job(name) for name in pictures.EVERY]
+EVERY = [Job(name) for name in figures.EVERY]
 # half as many microbatches, twice as large
 SAME_BATCH = Job("1f1b", microbatches=4, speed=None, rows=2)
 UNEVEN = {cut: Job("gpipe", speed=speed) for cut, speed in experiments.uneven_stages().items()}
 found = experiments.run([*EVERY, SAME_BATCH, *UNEVEN.values()])
-show(pictures.draw_bars, job=Job("1f1b"), ranks=found[Job("1f1b")])
+show(figures.draw_bars, job=Job("1f1b"), ranks=found[Job("1f1b")])
 
 # %%
 every = {job: found[job] for job in EVERY}
-show(pictures.draw_idle, rows=experiments.rows_of(every), stages=4, microbatches=8)
+show(figures.draw_idle, rows=experiments.rows_of(every), stages=4, microbatches=8)
 
 # %%
 receipts.step_times(every)
@@ -449,7 +452,7 @@ receipts.asynchronous()
 # [DeepSpeed#8154](https://github.com/deepspeedai/DeepSpeed/issues/8154).
 
 # %%
-accidents = launch(breaks.all_accidents, 2, device="cpu")
+accidents = launch(experiments_breaks.all_accidents, 2, device="cpu")
 receipts.scaled(accidents[0]["scale"])
 
 # %% [markdown]
@@ -488,7 +491,7 @@ try:
 except ScheduleError as error:
     print("the checker:", error)
 print("\nthe ranks:")
-print(breaks.deadlock())
+print(experiments_breaks.deadlock())
 
 # %% [markdown]
 # ### Find the bug
@@ -496,8 +499,8 @@ print(breaks.deadlock())
 # A colleague's stage saves allocations. Its gradients, measured beside one process:
 
 # %%
-print(inspect.getsource(breaks.Suspect))
-receipts.bug_hunt(breaks.bug_hunt(breaks.Suspect), "this stage")
+print(inspect.getsource(experiments_breaks.Suspect))
+receipts.bug_hunt(experiments_breaks.bug_hunt(experiments_breaks.Suspect), "this stage")
 
 # %% [markdown]
 # Which line is wrong? Why is only stage 1 wrong under 1F1B, and why is stage 0 right even under GPipe? Then check your
@@ -513,7 +516,7 @@ receipts.bug_hunt(breaks.bug_hunt(breaks.Suspect), "this stage")
 # </details>
 
 # %%
-receipts.bug_hunt(breaks.bug_hunt(Stage), "your stage")
+receipts.bug_hunt(experiments_breaks.bug_hunt(Stage), "your stage")
 
 # %% [markdown]
 # ## Where it loses
@@ -534,7 +537,7 @@ receipts.uneven(found, UNEVEN)
 # torch's own pipeline with the same parts of the same model and the same tokens, on 2 ranks:
 
 # %%
-receipts.peers(peers.peers())
+receipts.peers(experiments_torch.peers())
 
 # %% [markdown]
 # `scale_grads=False` is right for a loss that is a *sum* over the batch; for a mean it is 4 times too large, which is

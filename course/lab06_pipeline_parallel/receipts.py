@@ -10,17 +10,16 @@ from functools import cache
 from typing import Any
 
 from course.kit.receipts import Row, formula, row, titled
-from course.lab06_pipeline_parallel import experiments
-from course.lab06_pipeline_parallel import experiments_breaks as breaks
+from course.lab06_pipeline_parallel import experiments, experiments_breaks
 from course.lab06_pipeline_parallel import experiments_stale as stale
-from course.lab06_pipeline_parallel.experiments import FORWARD_S, PRINTED_CHART, ROWS, SEQ, Found, Job
+from course.lab06_pipeline_parallel.experiments import FORWARD_S, PRINTED_CHART, ROWS, SEQ, Job, PipelineRecord
 from course.shared.table import Table, seconds, table
 from minillm.parallel.pipeline_parallel.schedule import schedules
 from minillm.parallel.pipeline_parallel.schedule.schedules import Durations, simulate
 from minillm.predict.training import pipeline as predict
 from minillm.predict.training import tensor
 
-Findings = dict[Job, list[Found]]
+Findings = dict[Job, list[PipelineRecord]]
 EXACT = 1e-12  # relative error of gradients in float64
 
 
@@ -131,7 +130,11 @@ def asynchronous() -> Iterator[Row]:
 
 @titled("one model, three scales")
 def scaled(found: dict[str, Any]) -> Iterator[Row]:
-    ratios = {"divided": 1, "not divided": breaks.MICROBATCHES, "divided twice": 1 / breaks.MICROBATCHES}
+    ratios = {
+        "divided": 1,
+        "not divided": experiments_breaks.MICROBATCHES,
+        "divided twice": 1 / experiments_breaks.MICROBATCHES,
+    }
     for name, ratio in ratios.items():
         yield row(f"loss {name}: gradient / that of one process", ratio, found[name]["ratio"], "", 1e-6)
     for optimizer in ("AdamW", "SGD"):

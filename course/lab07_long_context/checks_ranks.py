@@ -13,7 +13,7 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab07_long_context.ranks import RingCase, RingRecord, run_exchange, run_ring
+from course.lab07_long_context.rank_programs import RingCase, RingRecord, run_exchange, run_ring
 from course.shared.diagnose import expect_like, whole_numbers
 from course.shared.trials import run
 from minillm.model import dense

@@ -23,10 +23,8 @@ import inspect
 import torch
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab07_long_context import experiments, receipts
-from course.lab07_long_context import experiments_breaks as breaks
+from course.lab07_long_context import experiments, experiments_breaks, figures, receipts
 from course.lab07_long_context import experiments_links as links
-from course.lab07_long_context import figures as pictures
 
 # %% [markdown]
 # ## Where the bytes are
@@ -162,7 +160,7 @@ tiled_backward = check("tiled-backward", tiled_backward)
 
 # %%
 peaks = experiments.peaks()
-show(pictures.draw_memory, found=peaks)
+show(figures.draw_memory, found=peaks)
 
 # %%
 receipts.memory(peaks)
@@ -187,10 +185,10 @@ receipts.exact()
 # rank decides when the layer is done.
 
 # %%
-show(pictures.causal_work)
+show(figures.causal_work)
 
 # %%
-sliders(pictures.causal_work, ranks=(2, 8))
+sliders(figures.causal_work, ranks=(2, 8))
 
 
 # %%
@@ -315,10 +313,10 @@ to_heads, to_sequence = check("ulysses-exchange", (to_heads, to_sequence))
 receipts.traffic()
 
 # %%
-show(pictures.bytes_by_ranks)
+show(figures.bytes_by_ranks)
 
 # %%
-sliders(pictures.bytes_by_ranks, heads=[8, 16, 32, 64], kv_heads=[1, 2, 4, 8])
+sliders(figures.bytes_by_ranks, heads=[8, 16, 32, 64], kv_heads=[1, 2, 4, 8])
 
 # %% [markdown]
 # The ring's bytes do not fall with $N$: a rank always has to see everybody's keys. Ulysses' do, until the kv heads run
@@ -347,7 +345,7 @@ receipts.long_step(long)
 
 # %%
 clocks = links.on_a_clock()
-show(pictures.draw_overlap, found=clocks)
+show(figures.draw_overlap, found=clocks)
 
 # %%
 receipts.overlap(clocks)
@@ -361,11 +359,11 @@ receipts.overlap(clocks)
 # Work grows with $s^2$, bytes with $s$. Neither $d$ nor $N$ matters: what counts is the number of tokens *per rank*.
 
 # %%
-show(pictures.where_it_hides)
+show(figures.where_it_hides)
 
 # %%
 sliders(
-    pictures.where_it_hides,
+    figures.where_it_hides,
     heads=[8, 16, 32, 64],
     kv_heads=[1, 2, 4, 8],
     tflops=(50, 1000),
@@ -396,7 +394,7 @@ receipts.short(short)
 # Three bugs that real projects shipped. None raises an error, and in each the loss falls.
 
 # %%
-broken = breaks.accidents()
+broken = experiments_breaks.accidents()
 
 # %% [markdown]
 # ### Gradients that never meet
@@ -434,7 +432,7 @@ receipts.offsets(broken)
 # A colleague wrote the ring's backward. Forward is perfect: it was tested. The losses fall.
 
 # %%
-print(inspect.getsource(breaks.ring_backward))
+print(inspect.getsource(experiments_breaks.ring_backward))
 receipts.bug_hunt(broken)
 
 # %% [markdown]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab08_expert_parallel.ranks import (
+from course.lab08_expert_parallel.rank_programs import (
     Averaged,
     ExchangeRecord,
     Layer,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab08_expert_parallel.ranks import Layer, local_gradients, one_process
+from course.lab08_expert_parallel.rank_programs import Layer, local_gradients, one_process
 from course.shared.measuring import count_flops, one_thread
 from minillm import measure
 from minillm.comm import Group, Link, Topology, launch
@@ -58,7 +58,7 @@ def sizes() -> dict[int, Size]:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class LayerTraffic:
     """One rank's layer: collectives and bytes of rows, forward and in all."""
 
     forward: Counter
@@ -72,7 +72,7 @@ def balanced_choice(tokens: int) -> Tensor:
     return (torch.arange(tokens)[:, None] + 3 * torch.arange(TOP_K)) % EXPERTS
 
 
-def count_traffic(group: Group) -> Traffic:
+def count_traffic(group: Group) -> LayerTraffic:
     """Forward and backward of a layer whose experts are asked for equally."""
     torch.set_num_threads(1)
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
@@ -81,10 +81,10 @@ def count_traffic(group: Group) -> Traffic:
         out = ExpertDispatch(group, EXPERTS)(lambda rows, counts: rows.tanh(), x, balanced_choice(TOKENS), weights)()
         forward, sent = led.calls, led.bytes("all_to_all")
         out.square().sum().backward()
-    return Traffic(forward, led.calls, sent, led.bytes("all_to_all"))
+    return LayerTraffic(forward, led.calls, sent, led.bytes("all_to_all"))
 
 
-def traffic() -> Traffic:
+def traffic() -> LayerTraffic:
     return launch(count_traffic, WORLD, device="cpu")[0]
 
 
@@ -164,7 +164,7 @@ def _note(sent: Counter, own_node: int, size: int, group: Group) -> None:
     group.all_to_all = all_to_all
 
 
-def levels() -> list[dict[str, Journey]]:
+def flat_and_two_levels() -> list[dict[str, Journey]]:
     return launch(over_nodes, WORLD, link=NETWORK, device="cpu")
 
 

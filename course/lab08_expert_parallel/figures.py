@@ -179,7 +179,7 @@ def _figure_losses() -> tuple[Figure, dict[str, Any]]:
 
 
 def _figure_crossing() -> tuple[Figure, dict[str, Any]]:
-    ranks = experiments.levels()
+    ranks = experiments.flat_and_two_levels()
     across = {name: [rank[name].across for rank in ranks] for name in ranks[0]}
     return rows_that_cross(), {"bytes_to_other_nodes_by_rank": across, "formula": experiments.crossing_formula()}
 

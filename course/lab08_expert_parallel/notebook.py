@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab08_expert_parallel import experiments, receipts
+from course.lab08_expert_parallel import experiments, figures, receipts
 from course.lab08_expert_parallel import experiments_links as links
 from course.lab08_expert_parallel import experiments_training as training
-from course.lab08_expert_parallel import figures as pictures
 
 # %% [markdown]
 # ## Parameters without FLOPs
@@ -72,10 +71,10 @@ receipts.flops()
 # | "Experts specialise in topics." | Mixtral's authors found no such pattern; routing follows syntax more than topic ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088), §5). |
 
 # %%
-show(pictures.weights_read)
+show(figures.weights_read)
 
 # %%
-sliders(pictures.weights_read, experts=[8, 16, 64, 128, 256], top_k=[1, 2, 4, 8])
+sliders(figures.weights_read, experts=[8, 16, 64, 128, 256], top_k=[1, 2, 4, 8])
 
 # %% [markdown]
 # ## Build it
@@ -179,10 +178,10 @@ drop_beyond = check("capacity-drops", drop_beyond)
 # average*, and a finite batch is not an average:
 
 # %%
-show(pictures.drops_by_chance)
+show(figures.drops_by_chance)
 
 # %%
-sliders(pictures.drops_by_chance, tokens=[16, 64, 256, 1024], experts=[8, 16, 64], top_k=[1, 2, 4])
+sliders(figures.drops_by_chance, tokens=[16, 64, 256, 1024], experts=[8, 16, 64], top_k=[1, 2, 4])
 
 # %% [markdown]
 # ### 4. The balance loss (15 minutes)
@@ -229,7 +228,7 @@ print(inspect.getsource(training.train))
 
 # %%
 trainings = training.trainings()
-show(pictures.draw_loads, found=trainings)
+show(figures.draw_loads, found=trainings)
 
 # %%
 receipts.collapse(trainings)
@@ -244,7 +243,7 @@ receipts.collapse(trainings)
 # What the collapsed router would have dropped:
 
 # %%
-show(pictures.draw_drops, found=trainings)
+show(figures.draw_drops, found=trainings)
 
 # %%
 receipts.drops(trainings)
@@ -325,10 +324,10 @@ receipts.traffic()
 receipts.two_levels()
 
 # %%
-show(pictures.rows_that_cross)
+show(figures.rows_that_cross)
 
 # %%
-sliders(pictures.rows_that_cross, experts=[64, 128, 256], top_k=[2, 4, 8, 16])
+sliders(figures.rows_that_cross, experts=[64, 128, 256], top_k=[2, 4, 8, 16])
 
 # %% [markdown]
 # Fewer bytes cross, more go inside, and forward has five all-to-alls instead of two. A whole model trains so with
@@ -351,7 +350,7 @@ receipts.shared_experts()
 
 # %%
 fullest = links.by_load()
-show(pictures.draw_fullest, found=fullest)
+show(figures.draw_fullest, found=fullest)
 
 # %%
 receipts.fullest(fullest)
@@ -444,7 +443,7 @@ receipts.neighbours()
 # them. Seconds are the CPU time of one thread, which others on the machine change least.
 
 # %%
-show(pictures.draw_losses, found=trainings)
+show(figures.draw_losses, found=trainings)
 
 # %%
 receipts.beside_dense(trainings)

@@ -12,7 +12,7 @@ from course.kit.receipts import Row, formula, row, titled
 from course.lab08_expert_parallel import experiments
 from course.lab08_expert_parallel import experiments_links as links
 from course.lab08_expert_parallel import experiments_training as training
-from course.lab08_expert_parallel.experiments import HIDDEN, SMALL, TOKENS, TOP_K, WORLD, Journey, Size, Traffic
+from course.lab08_expert_parallel.experiments import HIDDEN, SMALL, TOKENS, TOP_K, WORLD, Journey, LayerTraffic, Size
 from course.lab08_expert_parallel.experiments_training import BATCH, NUM_EXPERTS, SEQ, STEPS, Training
 from course.shared.table import Table, seconds, table
 from minillm.predict.planner.architectures import architecture
@@ -52,7 +52,7 @@ def flops(found: dict[int, Size] | None = None) -> Iterator[Row]:
 
 
 @titled("one layer of experts, 4 ranks")
-def traffic(found: Traffic | None = None) -> Iterator[Row]:
+def traffic(found: LayerTraffic | None = None) -> Iterator[Row]:
     found = found or experiments.traffic()
     one = moe.all_to_all_bytes(TOKENS, TOP_K, HIDDEN, 4, WORLD)
     yield row("all-to-alls: forward, backward", (2, 2), _calls(found, "all_to_all"))
@@ -62,13 +62,13 @@ def traffic(found: Traffic | None = None) -> Iterator[Row]:
     yield row("all-gathers of counts: forward, backward", (1, 0), _calls(found, "all_gather"))
 
 
-def _calls(found: Traffic, op: str) -> tuple[int, int]:
+def _calls(found: LayerTraffic, op: str) -> tuple[int, int]:
     return found.forward[op], found.both[op] - found.forward[op]
 
 
 @titled("4 ranks on 2 nodes, bytes by where they go")
 def two_levels(found: Sequence[dict[str, Journey]] | None = None) -> Iterator[Row]:
-    found = found or experiments.levels()
+    found = found or experiments.flat_and_two_levels()
     due = experiments.crossing_formula()
     journeys = {name: [rank[name] for rank in found] for name in due}
     for name, ranks in journeys.items():

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab09_four_dimensions import ranks
-from course.lab09_four_dimensions.ranks import Outcome
+from course.lab09_four_dimensions import rank_programs
+from course.lab09_four_dimensions.rank_programs import Outcome
 from course.shared.trials import run
 
 EXACT = 1e-10
@@ -25,9 +25,9 @@ EXACT = 1e-10
     ),
 )
 def check_step(learner: Callable) -> Receipt:
-    case = ranks.draw(random.randrange(2**31))
-    meshes = list(zip(*run(ranks.run_steps, ranks.WORLD, learner, case), strict=True))
-    errors = [ranks.worst(found).errors for found in meshes]
+    case = rank_programs.draw(random.randrange(2**31))
+    meshes = list(zip(*run(rank_programs.run_steps, rank_programs.WORLD, learner, case), strict=True))
+    errors = [rank_programs.worst(found).errors for found in meshes]
     wrong = [{name for name, error in each.items() if not error < EXACT} for each in errors]
     evidence = [[list(outcome.errors.values()) for outcome in found] for found in meshes]
     if any(wrong):
@@ -41,13 +41,15 @@ def check_step(learner: Callable) -> Receipt:
 def _say(meshes: Sequence[Sequence[Outcome]], wrong: Sequence[set[str]]) -> str:
     """Which gradients are off, and, where the pattern shows it, why."""
     first = next(place for place, names in enumerate(wrong) if names)
-    worst = ranks.worst(meshes[first])
+    worst = rank_programs.worst(meshes[first])
     how = "is missing" if math.isinf(worst.worst) else f"is off by {worst.worst:.2g}"
     told = f"{worst.mesh}: the gradient of {worst.parameter} {how}"
-    found = {name: bool(names) for name, names in zip(map(ranks.name_of, ranks.MESHES), wrong, strict=True)}
-    if [axes["dp"] == 1 for axes in ranks.MESHES] == list(found.values()):
+    found = {
+        name: bool(names) for name, names in zip(map(rank_programs.name_of, rank_programs.MESHES), wrong, strict=True)
+    }
+    if [axes["dp"] == 1 for axes in rank_programs.MESHES] == list(found.values()):
         return f"{told}. Wrong are the meshes with dp 1, and no others: something asks how many ranks dp has"
-    if [axes["tp"] > 1 for axes in ranks.MESHES] == list(found.values()):
+    if [axes["tp"] > 1 for axes in rank_programs.MESHES] == list(found.values()):
         norms = all("norm" in name for names in wrong for name in names)
         kind = "norms, which saw a part of the sequence on each tp rank"
         kind = kind if norms else "slices that tp ranks do not share"
@@ -56,7 +58,7 @@ def _say(meshes: Sequence[Sequence[Outcome]], wrong: Sequence[set[str]]) -> str:
 
 
 def _rows(found: Sequence[Outcome]) -> list:
-    worst, loss = ranks.worst(found), max(outcome.loss for outcome in found)
+    worst, loss = rank_programs.worst(found), max(outcome.loss for outcome in found)
     if not loss < EXACT:
         raise CheckFailed(
             f"{worst.mesh}: the gradients are right, but the loss that you return is not",

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from course.lab09_four_dimensions import ranks
+from course.lab09_four_dimensions import rank_programs
 from minillm.comm import launch
 
 
@@ -27,8 +27,8 @@ def buggy_hybrid_step(model, microbatch, mesh, shares):
 
 
 @cache
-def bug_hunt() -> list[ranks.Outcome]:
+def bug_hunt() -> list[rank_programs.Outcome]:
     """What it does in each of the meshes, worst over the four ranks."""
-    case = ranks.draw(seed=0)
-    by_rank = launch(ranks.run_steps, ranks.WORLD, buggy_hybrid_step, case, device="cpu")
-    return [ranks.worst(found) for found in zip(*by_rank, strict=True)]
+    case = rank_programs.draw(seed=0)
+    by_rank = launch(rank_programs.run_steps, rank_programs.WORLD, buggy_hybrid_step, case, device="cpu")
+    return [rank_programs.worst(found) for found in zip(*by_rank, strict=True)]

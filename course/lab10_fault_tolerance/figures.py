@@ -6,8 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from course.lab10_fault_tolerance import experiments
-from course.lab10_fault_tolerance import experiments_breaks as breaks
+from course.lab10_fault_tolerance import experiments, experiments_breaks
 from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, ElasticRun
 from minillm.drawing import headline, subplots
 from minillm.palette import PALETTE, look
@@ -140,7 +139,7 @@ def _ranks(count: int) -> str:
 def draw_schedules() -> Figure:
     """The learning rate by step: as meant, and two ways to get it wrong (computed)."""
     figure, axes = subplots(width=8, height=2.8)
-    for place, (name, values) in enumerate(breaks.schedules().items()):
+    for place, (name, values) in enumerate(experiments_breaks.schedules().items()):
         drawn = look(place)
         wide = 6 if place == 0 else 1.5  # the right one lies under the others
         how = {"markevery": 40, "marker": drawn.marker, "linestyle": drawn.linestyle, "linewidth": wide}

@@ -5,7 +5,7 @@ import zlib
 
 from course.kit.answers import answers_of
 from course.kit.exercises import alternative, mistake
-from course.lab10_fault_tolerance import experiments_breaks as breaks
+from course.lab10_fault_tolerance import experiments_breaks
 
 right = answers_of("10_fault_tolerance")
 
@@ -33,7 +33,7 @@ mistake(
     "atomic-commit",
     "metadata before the barrier",
     says="Rank 0 has written its own shard and says that all are there. It knows that only after the barrier.",
-)((breaks.metadata_first, breaks.newest_with_a_manifest))
+)((experiments_breaks.metadata_first, experiments_breaks.newest_with_a_manifest))
 mistake(
     "atomic-commit",
     "the manifest is not written at once",

@@ -5,7 +5,7 @@ import math
 import torch
 
 from course.kit.exercises import alternative, mistake
-from course.lab10_fault_tolerance import experiments_breaks as breaks
+from course.lab10_fault_tolerance import experiments_breaks
 
 # Where the hours go.
 
@@ -160,7 +160,7 @@ def with_tensors(steps, factor=2.0):
 # One branch.
 
 
-mistake("same-branch", "skips alone", expect="who waits for whom")(breaks.skip_bad_batch)
+mistake("same-branch", "skips alone", expect="who waits for whom")(experiments_breaks.skip_bad_batch)
 
 
 @mistake(

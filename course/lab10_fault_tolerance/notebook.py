@@ -30,8 +30,7 @@ from statistics import median
 import torch
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab10_fault_tolerance import experiments, figures, receipts
-from course.lab10_fault_tolerance import experiments_breaks as breaks
+from course.lab10_fault_tolerance import experiments, experiments_breaks, figures, receipts
 from course.lab10_fault_tolerance import experiments_production as production
 from course.lab10_fault_tolerance.loop import Loop, Order
 
@@ -122,7 +121,7 @@ save, load = check("atomic-commit", (save, load))
 # without metadata. How many of all kills leave a folder that it takes for whole and that is not?
 
 # %%
-print(inspect.getsource(breaks.metadata_first))
+print(inspect.getsource(experiments_breaks.metadata_first))
 receipts.torn()
 
 # %% [markdown]
@@ -415,8 +414,8 @@ receipts.killed(whole, killed)
 # ([nccl #1324](https://github.com/NVIDIA/nccl/issues/1324)).
 
 # %%
-print(inspect.getsource(breaks.skip_bad_batch))
-table, seconds = breaks.hang()
+print(inspect.getsource(experiments_breaks.skip_bad_batch))
+table, seconds = experiments_breaks.hang()
 print(table)
 
 # %%

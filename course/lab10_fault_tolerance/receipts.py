@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from course.kit.receipts import Row, formula, row, titled
-from course.lab10_fault_tolerance import experiments, experiments_production
-from course.lab10_fault_tolerance import experiments_breaks as breaks
+from course.lab10_fault_tolerance import experiments, experiments_breaks, experiments_production
 from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, ElasticRun
 from course.shared.table import Table, seconds, table
 from minillm.predict import faults
@@ -28,10 +27,10 @@ def interruptions(guess_hours: float | None = None) -> Iterator[Row]:
 
 @titled("killed after every operation, three kinds of power cut", open_rows=4)
 def torn() -> Iterator[Row]:
-    ours = breaks.ANSWERS.save, breaks.ANSWERS.load
-    theirs = breaks.metadata_first, breaks.newest_with_a_manifest
+    ours = experiments_breaks.ANSWERS.save, experiments_breaks.ANSWERS.load
+    theirs = experiments_breaks.metadata_first, experiments_breaks.newest_with_a_manifest
     for name, (save, load), harmless in (("manifest last, renamed", ours, True), ("metadata first", theirs, False)):
-        found = [breaks.torn(save, load, order) for order in ((0, 1, 2), (2, 1, 0))]
+        found = [experiments_breaks.torn(save, load, order) for order in ((0, 1, 2), (2, 1, 0))]
         count, kills = sum(each["torn"] for each in found), sum(each["kills"] for each in found)
         yield row(f"{name}: what load takes is always whole", harmless, count == 0)
         yield row("    torn ones, of so many kills", None, (count, kills))
@@ -139,27 +138,27 @@ def killed(whole: ElasticRun | None = None, found: ElasticRun | None = None) -> 
 
 @titled("a timeout of {timeout_s:g} s")
 def hang(found: tuple[str, float] | None = None, timeout_s: float = 1.5) -> Iterator[Row]:
-    table, measured = found or breaks.hang(timeout_s)
-    yield row("ranks that wait in the all-reduce", 2, breaks.waiting(table))
+    table, measured = found or experiments_breaks.hang(timeout_s)
+    yield row("ranks that wait in the all-reduce", 2, experiments_breaks.waiting(table))
     yield row("seconds without progress until it is known", timeout_s, measured, "s", tolerance=0.3, noisy=True)
 
 
 @titled("what a neighbour says", open_rows=7)
 def health() -> Iterator[Row]:
-    for fault, found in zip(breaks.FAULTS, breaks.health(), strict=True):
+    for fault, found in zip(experiments_breaks.FAULTS, experiments_breaks.health(), strict=True):
         yield row(fault.what, fault.health.value, found.value)
 
 
 @titled("Adam's first moment, ZeRO 1 on 4 ranks")
 def rank_0() -> Iterator[Row]:
-    found = breaks.rank_0_saves()
+    found = experiments_breaks.rank_0_saves()
     yield row("elements that rank 0 writes: 1/4", found["model"] // 4, found["rank 0"])
     yield row("    of the model", None, found["model"])
 
 
 @titled("400 steps of a cosine")
 def schedules() -> Iterator[Row]:
-    found = breaks.schedules()
+    found = experiments_breaks.schedules()
     right, each, resumed = found.values()
     yield row(
         "per microbatch: learning rate is at its end after a quarter", right[-1], each[100], "", 0.05, kind="computed"

@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from course.lab12_decoding import experiments
-from course.lab12_decoding import experiments_breaks as breaks
+from course.lab12_decoding import experiments, experiments_breaks
 from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.experiments import GPUS, MODELS, Point, Roof
 from minillm.drawing import headline, log_ticks, subplots
@@ -156,7 +155,7 @@ def next_token() -> Figure:
 
 def three_decoders() -> Figure:
     """KL of three broken decoders from the right one by position, for two sizes of the cache."""
-    return draw_patients(breaks.patients())
+    return draw_patients(experiments_breaks.patients())
 
 
 # Drawn from measurements.
@@ -241,17 +240,17 @@ def draw_one_more(found: Mapping[int, Mapping[str, Mapping[str, float]]]) -> Fig
     return figure
 
 
-def draw_patients(found: Mapping[str, Mapping[int, breaks.Symptoms]]) -> Figure:
+def draw_patients(found: Mapping[str, Mapping[int, experiments_breaks.Symptoms]]) -> Figure:
     """How far each broken decoder's distribution is from the right one, token by token, for two sizes of the cache."""
     figure, panels = subplots(1, len(found), width=9, height=3.2, sharey=True)
     for axes, (name, rooms) in zip(panels, found.items(), strict=True):
         for index, (room, seen) in enumerate(rooms.items()):
-            places = [breaks.PROMPT + i for i in range(len(seen.kl))]
+            places = [experiments_breaks.PROMPT + i for i in range(len(seen.kl))]
             smooth = np.convolve(np.pad(seen.kl, 4, mode="edge"), np.ones(9) / 9, mode="valid")
             drawn = look(index)
             line = "-" if index == 0 else "--"
             axes.plot(places, smooth + 1e-7, color=drawn.color, linestyle=line, marker="", label=f"{room} places")
-        axes.axvline(breaks.PROMPT + 0.5, color="#999999", linestyle=":")
+        axes.axvline(experiments_breaks.PROMPT + 0.5, color="#999999", linestyle=":")
         axes.set(yscale="log", xlabel="position (dotted: prompt ends)", title=f"Decoder {name}", ylim=(1e-5, 1))
     panels[0].set_ylabel("KL from the right decoder (nats)")
     panels[0].legend(title="room in the cache")
@@ -301,7 +300,7 @@ def _figure_gpu() -> tuple[Figure, dict[str, Any]]:
 
 
 def _figure_patients() -> tuple[Figure, dict[str, Any]]:
-    found = breaks.patients()
+    found = experiments_breaks.patients()
     numbers = {name: {str(room): asdict(seen) for room, seen in rooms.items()} for name, rooms in found.items()}
     return draw_patients(found), numbers
 

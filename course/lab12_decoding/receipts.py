@@ -9,9 +9,7 @@ import torch
 
 from course.kit.answers import answers_of
 from course.kit.receipts import Receipt, receipt, row
-from course.lab12_decoding import experiments
-from course.lab12_decoding import experiments_breaks as breaks
-from course.lab12_decoding import experiments_peers as peers
+from course.lab12_decoding import experiments, experiments_breaks, experiments_peers
 from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.experiments import GPUS, MODELS, WIDE, Point
 from course.shared.table import Table, seconds, table
@@ -211,18 +209,23 @@ def bytes_of_a_step() -> Receipt:
 
 def broken_decoders() -> Table:
     """Four decoders beside the right one on one text."""
-    lines = [(name, seen.nll, seen.apart, f"{seen.agree:.0%}") for name, seen in breaks.all_symptoms().items()]
+    symptoms = experiments_breaks.all_symptoms()
+    lines = [(name, seen.nll, seen.apart, f"{seen.agree:.0%}") for name, seen in symptoms.items()]
     columns = ("", "loss, nats per token", "largest difference of a logit", "same greedy tokens")
-    return table(f"{breaks.LENGTH - breaks.PROMPT} tokens after a prompt of {breaks.PROMPT}", columns, lines)
+    return table(
+        f"{experiments_breaks.LENGTH - experiments_breaks.PROMPT} tokens after a prompt of {experiments_breaks.PROMPT}",
+        columns,
+        lines,
+    )
 
 
 def diagnosis(yours: dict[str, str]) -> Table:
     """The learner's diagnosis beside what each decoder does, and what tells them apart."""
     lines = []
-    for name, by_room in breaks.patients().items():
+    for name, by_room in experiments_breaks.patients().items():
         means = (sum(seen.kl) / len(seen.kl) for seen in by_room.values())
-        lines.append((name, yours[name], breaks.DISEASES[name], *means))
-    rooms = (f"mean KL, {room} places" for room in next(iter(breaks.patients().values())))
+        lines.append((name, yours[name], experiments_breaks.DISEASES[name], *means))
+    rooms = (f"mean KL, {room} places" for room in next(iter(experiments_breaks.patients().values())))
     return table("three decoders", ("", "your diagnosis", "what it does", *rooms), lines)
 
 
@@ -230,7 +233,7 @@ def other_passes(batch: int = 4) -> Receipt:
     """The same sequences in one pass and in pieces, in three precisions."""
     found = []
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        seen, name = breaks.in_other_passes(dtype, batch), str(dtype).split(".")[1]
+        seen, name = experiments_breaks.in_other_passes(dtype, batch), str(dtype).split(".")[1]
         due = 0 if dtype is torch.float64 else None
         found.append(row(f"{name}: greedy tokens changed, of {seen.tokens}", due, seen.changed))
         found.append(row("    largest difference of a logit", None, seen.apart))
@@ -242,7 +245,7 @@ def other_passes(batch: int = 4) -> Receipt:
 
 def transformers() -> Receipt:
     """transformers with a DynamicCache beside the loop of exercise 2, where it is installed."""
-    both = peers.beside_transformers()
+    both = experiments_peers.beside_transformers()
     if both is None:
         return receipt("transformers is not installed here: pip install 'minillm[test]'", [])
     theirs, ours = both["transformers, DynamicCache"], both["exercise 2"]

@@ -36,9 +36,14 @@ from collections import OrderedDict
 import torch
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab13_paged_attention import experiments, figures, interpreted, receipts
-from course.lab13_paged_attention import experiments_breaks as breaks
-from course.lab13_paged_attention import experiments_engine as small
+from course.lab13_paged_attention import (
+    experiments,
+    experiments_breaks,
+    experiments_engine,
+    figures,
+    interpreted,
+    receipts,
+)
 from minillm.model.kernels import tl  # triton.language; None where Triton is not installed
 from minillm.serve.schedule import blocks
 from minillm.serve.tiny import TinyLLM
@@ -369,7 +374,7 @@ CachingPool = check("lru-eviction", CachingPool)
 
 # %%
 receipts.your_engine(
-    small.Parts(slot_mapping, Pool, paged_attention, block_keys, find_prefix, prepare_write),
+    experiments_engine.Parts(slot_mapping, Pool, paged_attention, block_keys, find_prefix, prepare_write),
 )
 
 # %% [markdown]
@@ -458,7 +463,7 @@ receipts.chats(figures.chats(40), figures.chats(20))
 # large ones come late and need room. The first line is the engine without a bug. Find the bug of each of the others.
 
 # %%
-findings = breaks.findings()
+findings = experiments_breaks.findings()
 receipts.broken_engines(findings)
 
 # %% [markdown]

@@ -4,8 +4,7 @@ Each function takes what a cell measured; those in CLAIMS measure for themselves
 """
 
 from course.kit.receipts import Receipt, formula, receipt, row
-from course.lab13_paged_attention import experiments, experiments_sizes, figures
-from course.lab13_paged_attention import experiments_breaks as breaks
+from course.lab13_paged_attention import experiments, experiments_breaks, experiments_sizes, figures
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import formulas as predict
 from course.shared.table import Table, seconds, table
@@ -157,9 +156,9 @@ def broken_engines(findings: dict) -> Table:
 
 def traces_of_bugs(findings=None, diagnosis=None) -> Receipt:
     """What a sound engine and four broken ones leave."""
-    findings = findings or breaks.findings()
+    findings = findings or experiments_breaks.findings()
     rows = [
-        row(f"engine {name} has the bug", None, breaks.ENGINES[name], guess=bug)
+        row(f"engine {name} has the bug", None, experiments_breaks.ENGINES[name], guess=bug)
         for name, bug in (diagnosis or {}).items()
     ]
     sound, byte, salt, shared, whole = findings.values()

@@ -8,7 +8,7 @@ from itertools import islice
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab14_continuous_batching import experiments_breaks as breaks
+from course.lab14_continuous_batching import experiments_breaks
 from course.lab14_continuous_batching.experiments import Flight, play, requests
 from course.shared.diagnose import expect, expect_list
 from minillm.serve import Scheduler
@@ -72,15 +72,15 @@ def check_latencies(learner: Callable) -> Receipt:
 def check_diagnose(learner: Callable) -> Receipt:
     rows = []
     base = random.randrange(10_000)
-    for fault in breaks.FAULTS:
+    for fault in experiments_breaks.FAULTS:
         right = 0
         for flight in _flights(fault, base):
             found = learner(list(flight.records), flight.prompts)
-            expect(found in breaks.FAULTS, found, f"one of {', '.join(breaks.FAULTS)}")
+            expect(found in experiments_breaks.FAULTS, found, f"one of {', '.join(experiments_breaks.FAULTS)}")
             if found != fault:
                 raise CheckFailed(_misread(flight, fault, found))
             right += 1
-            if fault == breaks.HEALTHY:
+            if fault == experiments_breaks.HEALTHY:
                 begun = list(flight.records[: len(flight.records) // 2])
                 if (found := learner(begun, flight.prompts)) != fault:
                     raise CheckFailed(
@@ -94,12 +94,12 @@ def check_diagnose(learner: Callable) -> Receipt:
 def _flights(fault: str, base: int) -> list[Flight]:
     """Six flights in which this fault shows. Of healthy ones at least one preempts a sequence twice, of those that lose
     a place at least one preempts none twice, so that the number of preemptions does not give the fault away."""
-    shown = (breaks.case(fault, seed) for seed in range(base, base + SEEDS) if _shows(fault, seed))
+    shown = (experiments_breaks.case(fault, seed) for seed in range(base, base + SEEDS) if _shows(fault, seed))
     flights = list(islice(shown, 6))
     if len(flights) < 6:
         few = f"'{fault}' shows in {len(flights)} of {SEEDS} runs from seed {base}"
         raise RuntimeError(f"{few}, and the check needs 6: enlarge SEEDS")
-    twice = {breaks.HEALTHY: True, "place in the queue lost": False}.get(fault)
+    twice = {experiments_breaks.HEALTHY: True, "place in the queue lost": False}.get(fault)
     while twice is not None and not any((_most_preempted(flight) > 1) is twice for flight in flights):
         another = next(shown, None)
         if another is None:
@@ -111,9 +111,9 @@ def _flights(fault: str, base: int) -> list[Flight]:
 
 def _shows(fault: str, seed: int) -> bool:
     """Whether the same requests are scheduled otherwise without the fault."""
-    if fault == breaks.HEALTHY:
+    if fault == experiments_breaks.HEALTHY:
         return True
-    flights = (breaks.case(fault, seed), breaks.case(fault, seed, make=Scheduler))
+    flights = (experiments_breaks.case(fault, seed), experiments_breaks.case(fault, seed, make=Scheduler))
     mine, sound = ([(each.batch, each.admitted, each.preempted) for each in flight.records] for flight in flights)
     return mine != sound
 
@@ -125,7 +125,8 @@ def _most_preempted(flight: Flight) -> int:
 def _misread(flight: Flight, fault: str, found: str) -> str:
     facts = f"{len(flight.records)} steps, {flight.preemptions} preemptions"
     evidence = {
-        breaks.HEALTHY: "every preempted request comes back before later ones, and decoding ones get their token",
+        experiments_breaks.HEALTHY: "every preempted request comes back before later ones, and decoding requests get "
+        "their token",
         "phases never mixed": "look for steps in which sequences that already decode get nothing",
         "place in the queue lost": "look at what is admitted while a preempted request is away",
         "livelock": f"the last 100 steps sampled {sum(each.sampled for each in flight.records[-100:])} tokens",

@@ -8,8 +8,7 @@ from typing import Any
 
 from course.kit.answers import answers_of
 from course.kit.receipts import Receipt, receipt, row
-from course.lab14_continuous_batching import experiments, figures_flight
-from course.lab14_continuous_batching import experiments_breaks as breaks
+from course.lab14_continuous_batching import experiments, experiments_breaks, figures_flight
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments_transformers import peer
@@ -173,8 +172,11 @@ def reserve() -> Table:
 def faults(seed: int = 5) -> Table:
     """Each broken scheduler beside a sound one on the same trace."""
     lines = []
-    for fault in breaks.FAULTS:
-        found, sound = breaks.case(fault, seed=seed), breaks.case(fault, seed=seed, make=Scheduler)
+    for fault in experiments_breaks.FAULTS:
+        found, sound = (
+            experiments_breaks.case(fault, seed=seed),
+            experiments_breaks.case(fault, seed=seed, make=Scheduler),
+        )
         gaps = [seconds(flown.spread("worst_gap").most) for flown in (found, sound)]
         ended = sum(len(step.ended) for step in found.records)
         steps = "no end" if found.stuck else len(found.records)
@@ -302,11 +304,10 @@ def preempted() -> Receipt:
 def diagnoses() -> Receipt:
     """Five schedulers, told by their records."""
     rows = []
-    for fault in breaks.FAULTS:
-        flight = breaks.case(fault, 14)
-        prompts = flight.prompts
-        rows.append(row(f"a scheduler that is {fault!r}" if fault == breaks.HEALTHY else f"fault: {fault}", fault,
-                        ANSWERS.diagnose(flight.records, prompts)))  # fmt: skip
+    for fault in experiments_breaks.FAULTS:
+        flight = experiments_breaks.case(fault, 14)
+        name = f"a scheduler that is {fault!r}" if fault == experiments_breaks.HEALTHY else f"fault: {fault}"
+        rows.append(row(name, fault, ANSWERS.diagnose(flight.records, flight.prompts)))
     return receipt("diagnosis of recorded runs", rows)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab15_speculative_decoding import experiments_breaks as breaks
-from course.lab15_speculative_decoding import tiny_models
+from course.lab15_speculative_decoding import experiments_breaks, tiny_models
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
 from minillm.predict.serving import speculation as predict
 
@@ -77,11 +76,11 @@ def check_best_k(learner: Any) -> Receipt:
 )
 def check_verdict(learner: Callable) -> Receipt:
     generator, rows = tiny_models.seeded(), []
-    for name, program in breaks.PROGRAMS.items():
+    for name, program in experiments_breaks.PROGRAMS.items():
         right = ""
         while right != USUAL[name]:  # with some pairs of models a mistake makes no difference
-            target, draft = Tiny(generator, breaks.VOCAB), Tiny(generator, breaks.VOCAB)
-            evidence = breaks.evidence(program, target, draft)
+            target, draft = Tiny(generator, experiments_breaks.VOCAB), Tiny(generator, experiments_breaks.VOCAB)
+            evidence = experiments_breaks.evidence(program, target, draft)
             right = ANSWERS.verdict(*evidence)
         found = learner(*evidence)
         if found not in VERDICTS:
@@ -96,7 +95,7 @@ def check_verdict(learner: Callable) -> Receipt:
 def _hold_small_faults(learner: Callable, true: dict, rows: list) -> None:
     """A fault of 1e-5 is one, too, even if each place alone is right, and rounding of 1e-13 is none."""
     likely = max(true, key=true.get)
-    first_, second, third = ((token + 1) % breaks.VOCAB for token in likely)
+    first_, second, third = ((token + 1) % experiments_breaks.VOCAB for token in likely)
     away, later = (first_, *likely[1:]), (*likely[:-1], third)
     joint = ((likely, -1), ((first_, second, likely[2]), -1), (away, 1), ((likely[0], second, likely[2]), 1))
     for amount, moves, right in (

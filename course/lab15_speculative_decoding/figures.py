@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from course.lab15_speculative_decoding import experiments
-from course.lab15_speculative_decoding import experiments_breaks as breaks
+from course.lab15_speculative_decoding import experiments, experiments_breaks
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding.experiments import Compared
 from course.lab15_speculative_decoding.experiments_runs import Sweep
@@ -199,7 +198,7 @@ def _proposers() -> tuple[Figure, dict[str, Any]]:
 
 def _typical() -> tuple[Figure, dict[str, Any]]:
     p, q = experiments.distributions(experiments.logits_of("code"), 1.0)
-    rows = [(epsilon, *breaks.typical(p, q, epsilon)) for epsilon in EPSILONS]
+    rows = [(epsilon, *experiments_breaks.typical(p, q, epsilon)) for epsilon in EPSILONS]
     exact = float(experiments.overlap(p, q).mean())
     return draw_typical(rows, exact), {"rows": rows, "exact": exact}
 

@@ -8,9 +8,7 @@ from course.kit.answers import answers_of
 from course.kit.receipts import Receipt, receipt, row
 from course.lab15_speculative_decoding import checks as answers
 from course.lab15_speculative_decoding import checks_gain as gain
-from course.lab15_speculative_decoding import experiments, formulas
-from course.lab15_speculative_decoding import experiments_breaks as breaks
-from course.lab15_speculative_decoding import experiments_peers as peers
+from course.lab15_speculative_decoding import experiments, experiments_breaks, experiments_peers, formulas
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny, distance, first
 from course.shared.step_cost import FOUR_H100_70B, H100_8B
@@ -36,11 +34,11 @@ def one_draft_token(temperature: float = 1.0) -> Receipt:
     """What one draft token and its verification yield on real distributions, by the right rule and three wrong ones."""
     p, q = experiments.distributions(tuple(x.double() for x in experiments.logits_of("code")), temperature)
     found = [
-        row("Σ min(p, q) = 1 - total variation of p and q", 1 - float(breaks.total_variation(p, q).mean()),
+        row("Σ min(p, q) = 1 - total variation of p and q", 1 - float(experiments_breaks.total_variation(p, q).mean()),
             float(experiments.overlap(p, q).mean()), "", 1e-9)
     ]  # fmt: skip
-    for place, (name, way) in enumerate(breaks.one_draft_token(p, q).items()):
-        off = float(breaks.total_variation(way, p).mean())
+    for place, (name, way) in enumerate(experiments_breaks.one_draft_token(p, q).items()):
+        off = float(experiments_breaks.total_variation(way, p).mean())
         found.append(row(f"{name}: exact", True, off < NOTHING) if place == 0 else row(f"{name}: off by", None, off))
     return receipt("one draft token at 192 positions of code: distance from the target's distribution", found)
 
@@ -148,7 +146,7 @@ def programs(verdict: Callable) -> Table:
         [
             (name, verdict(found, true, accepted, possible), distance(first(found, 1), first(true, 1)),
              distance(found, true), accepted / possible)
-            for name, (found, true, accepted, possible) in breaks.all_evidence().items()
+            for name, (found, true, accepted, possible) in experiments_breaks.all_evidence().items()
         ],
     )  # fmt: skip
 
@@ -198,16 +196,16 @@ def h100_speedup(alpha: float, c: float, k: int, batch: int, context: int) -> fl
 def transformers() -> Receipt:
     """The same pair in transformers' assisted generation, where it is installed."""
     asked = experiments.prompts("code", 2)
-    theirs = peers.peers(asked, 3, 6)
+    theirs = experiments_peers.peers(asked, 3, 6)
     if theirs is None:
         return receipt("transformers is not installed here: pip install transformers", [])
-    plain_answers, plain_passes = theirs[peers.PLAIN]
+    plain_answers, plain_passes = theirs[experiments_peers.PLAIN]
     ours = experiments.generate(None, 1, asked).answers
     found = [
         row("greedy: tokens equal to minillm's", True, plain_answers == ours),
         row("    passes of the target", len(asked) * experiments.NEW, plain_passes),
     ]
-    for way in (peers.DRAFT, peers.LOOKUP):
+    for way in (experiments_peers.DRAFT, experiments_peers.LOOKUP):
         same, passes = theirs[way]
         found += [row(f"{way}: same tokens", True, same == plain_answers), row("    passes", None, passes)]
     return receipt("transformers, assisted generation", found)
@@ -272,7 +270,7 @@ def exact_by_enumeration() -> Receipt:
         return verify(p, Draft(drafted, q), draw)
 
     rows = answers.check_verifier_exactly(course, target, draft, 2)
-    verdicts = {name: ANSWERS.verdict(*found) for name, found in breaks.all_evidence().items()}
+    verdicts = {name: ANSWERS.verdict(*found) for name, found in experiments_breaks.all_evidence().items()}
     usual, said = (tuple(each.values()) for each in (gain.USUAL, verdicts))
     rows.append(row("six programs, one of them exact, one exact but strict", usual, said))
     return receipt("every outcome, enumerated", rows)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from course.kit import Row, answers_of, row
 from course.kit.torchrun import attempt, run
-from course.lab03_data_parallel.replicas import CLOSE, Bucket, TrainingCase, loss_of
+from course.lab03_data_parallel.rank_programs import CLOSE, Bucket, TrainingCase, loss_of
 from minillm.comm import Group
 from minillm.measure import ledger
 from minillm.predict.training import sharding as predict

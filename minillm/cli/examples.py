@@ -41,5 +41,5 @@ EXAMPLES = {
 
 
 def examples_of(command: str) -> list[str]:
-    """As they are typed; none for a command without examples."""
+    """Example command lines of a command, as they are typed; none if it has no examples."""
     return [f"python -m minillm {line}" for line in EXAMPLES.get(command, ())]

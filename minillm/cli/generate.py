@@ -1,9 +1,9 @@
 """`python -m minillm generate PROMPT` streams one text; `--batch FILE` runs a file of prompts through `LLM` together.
 
 FILE has one prompt per line, or JSON lines such as {"prompt": "def ", "max_tokens": 20, "temperature": 0.8, "n": 2}:
-what `SamplingParams` takes, and where a line says nothing, what the command line says, and where that says nothing, the
-checkpoint's generation_config.json, and without one temperature 0.8. A prompt of a file is taken as it is (alone, one
-that ends in a space is mended by `heal`). With --chat a prompt is what the user says, and the checkpoint's chat
+the fields of `SamplingParams`. A field comes from the line, else from the command line, else from the checkpoint's
+generation_config.json; without that file the temperature is 0.8. A prompt of a file is taken as it is; a single prompt
+that ends in a space is mended by `heal`. With --chat a prompt is the user's message, from which the checkpoint's chat
 template makes the text.
 """
 
@@ -89,7 +89,7 @@ def command(
     if speculate is not None and speculate not in PROPOSERS:
         raise ValueError(f"--speculate: no proposer {speculate!r}: use one of {', '.join(PROPOSERS)}")
     if is_given(invocation, "k") and speculate is None:
-        raise ValueError(f"--k {k} is a number of guesses: say with --speculate NAME who guesses")
+        raise ValueError(f"--k {k} is a number of draft tokens: add --speculate NAME, which proposes them")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype} is unknown: use one of {', '.join(DTYPES)}")
     if system is not None and not chat:
@@ -129,7 +129,7 @@ def stream(
     first: list[int] | None,
     shown: str,
 ) -> None:
-    """One text, a token at a time, by the plainest decoder."""
+    """Streams one text, a token at a time, from the plainest decoder."""
     push = tokenizer.stream()
     push(*ids)
     typer.echo(shown, nl=False)
@@ -141,7 +141,8 @@ def stream(
 
 
 def stream_by_engine(llm: LLM, ids: list[int], params: SamplingParams, shown: str) -> None:
-    """One text by what the plain decoder has not: several tokens at a time, top-k and its like, compiled blocks."""
+    """Streams one text through the engine, for what the plain decoder lacks: speculation, top-k and the like, compiled
+    blocks."""
     typer.echo(shown, nl=False)
     tokens = 0
     for delta in llm.stream(ids, params):
@@ -172,7 +173,7 @@ def chat_ids(tokenizer: Tokenizer, prompt: str | list[int], system: str | None) 
 
 
 def healed(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int] | None]:
-    """The prompt's ids, with what begins a text of this tokenizer's, after `heal`."""
+    """The prompt's ids after `heal`, preceded by whatever this tokenizer begins a text with."""
     ids, first = heal(tokenizer, tokenizer.encode(prompt) or [tokenizer.eos_id])
     return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids], first
 
@@ -222,7 +223,7 @@ def read_requests(file: Path, defaults: dict[str, Any]) -> Iterator[Request]:
 def run_batch(
     model: Transformer, tokenizer: Tokenizer, file: Path, requests: list[Request], options: dict[str, Any]
 ) -> list[tuple[int, Output]]:
-    """All requests of the file; prints each answer as soon as it and those before it are there, then what it took.
+    """Runs all requests of the file. Prints each answer once it and all before it are there, then a summary.
 
     options: of the `LLM`.
     """

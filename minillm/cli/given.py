@@ -1,4 +1,4 @@
-"""What a command line says itself, and what is only a default."""
+"""Which options the command line names, and which are left at their defaults."""
 
 import typer
 

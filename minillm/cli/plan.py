@@ -241,5 +241,5 @@ def _placed(json_file: Path | None) -> int:
 
 
 def _tell(line: str) -> None:
-    """What runs now, for whoever waits."""
+    """Says on stderr what runs now."""
     print(line, file=sys.stderr, flush=True)

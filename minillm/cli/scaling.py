@@ -25,7 +25,7 @@ def command(
     ] = None,
     json_file: JsonFile = None,
 ) -> int:
-    """How a step scales with data-parallel ranks, inside a node and beyond it, and why."""
+    """Measure how a step scales with data-parallel ranks, inside a node and beyond it, and say why."""
     run, only = _numbers("--ranks", ranks), _numbers("--extend", extend)
     origin = provenance()
     rows = scaling(run, only)

@@ -22,10 +22,11 @@ MARKS = range(0xFDD0, 0xFDF0)  # Unicode's noncharacters: no text for interchang
 def render(
     template: str, messages: Sequence[Mapping[str, Any]], specials: Iterable[str], sign: str, **variables: Any
 ) -> str:
-    """The text of the conversation; every character of what looks like a special token in a message has `sign` before.
+    """The text of the conversation, with `sign` before every character in a message that looks like part of a special
+    token.
 
-    variables: what the template may ask for beside `messages`, as in transformers. ValueError for a template that is
-    not valid Jinja, that the sandbox refuses or that refuses the messages.
+    variables: what the template may ask for beside `messages`, as in transformers. Raises ValueError for a template
+    that is not valid Jinja, that the sandbox refuses, or that refuses the messages.
     """
     if (pattern := one_of(specials)) is not None:
         messages = _changed(messages, lambda text: pattern.sub(lambda hit: sign + sign.join(hit[0]), text))
@@ -59,7 +60,8 @@ def unused(text: str) -> str:
 
 
 def one_of(specials: Iterable[str], unless_after: str = "") -> re.Pattern | None:
-    """A pattern for any of the special tokens, the longest first; unless_after: a mark that rules a hit out."""
+    """A pattern that matches any of the special tokens, the longest first. unless_after: a mark directly after which
+    none matches."""
     names = sorted(specials, key=len, reverse=True)
     before = f"(?<!{re.escape(unless_after)})" if unless_after else ""
     return re.compile(before + "(?:" + "|".join(map(re.escape, names)) + ")") if names else None

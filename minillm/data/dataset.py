@@ -25,9 +25,10 @@ IGNORE = -100  # a target that does not count, as in torch's cross_entropy
 class TokenDataset:
     """Map-style dataset of (inputs, targets), each int64 [seq_len]; torch's DataLoader takes it as it is.
 
-    `tokens`: a `Tokens` or any one-dimensional array or tensor of ids. Raises ValueError if it has not one window.
-    `positions`: the places of a window to read, where several ranks share each (context parallelism): nothing else is
-    read, and inputs and targets are [len(positions)]. Those from seq_len on are padding, whose target is `IGNORE`.
+    `tokens`: a `Tokens` or any one-dimensional array or tensor of ids. Raises ValueError if it is shorter than one
+    window. `positions`: the places of a window to read, where several ranks share a window (context parallelism);
+    nothing else is read, and inputs and targets are [len(positions)]. Those from seq_len on are padding, whose target
+    is `IGNORE`.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class TokenDataset:
 
     @cached_property
     def crc32(self) -> int:
-        """Of a sample of the tokens, spread over all: what tells texts of the same length apart."""
+        """Checksum of a sample of tokens spread over all of them: it tells texts of the same length apart."""
         starts = np.linspace(0, max(0, len(self._array) - SAMPLE), SAMPLES).astype(np.int64)
         return zlib.crc32(b"".join(self._array[at : at + SAMPLE].astype("<i8").tobytes() for at in starts))
 

@@ -80,11 +80,11 @@ class Loader:
 
     @property
     def worked_s(self) -> float:
-        """Seconds spent making the batches handed out: what prefetching can hide."""
+        """Seconds spent making the batches handed out, which prefetching can hide."""
         return self._earlier[1] + (self._prefetcher.worked_s if self._prefetcher else 0.0)
 
     def state_dict(self) -> dict[str, int]:
-        """Equal on all ranks, and good for any later world_size, batch_size or number of workers."""
+        """The position in the data: equal on all ranks, valid for any world_size, batch_size and number of workers."""
         return {"position": self.position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -145,7 +145,7 @@ class Tokenizer:
         return self._encode_apart(text, mark)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text, as int64 arrays; uses all cores. Raises ValueError for half a surrogate pair."""
+        """Token ids of each text, as int64 arrays; uses all cores. Raises ValueError for a lone surrogate."""
         self._backend.encode_special_tokens = True  # that is: as the plain text they are
         try:
             if not self._merges:

@@ -21,7 +21,7 @@ class DeviceMoment:
         self._event.record()
 
     def seconds(self) -> float:
-        """When the device got there, on the scale of `time.monotonic()`. Waits until it has."""
+        """When the device got there, on the scale of `time.monotonic()`. Waits for the device."""
         self._event.synchronize()
         first, host = self._anchored
         return host + first.elapsed_time(self._event) / 1e3

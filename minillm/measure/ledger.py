@@ -26,7 +26,7 @@ _lock = threading.Lock()
 
 @dataclass
 class DeviceTimes:
-    """When a GPU began and finished an operation, and from when to when a stream waited for it."""
+    """When a GPU began and ended an operation, and between which moments a stream waited for it."""
 
     start: Moment
     end: Moment
@@ -56,7 +56,7 @@ class Event:
     device: DeviceTimes | None = field(default=None, repr=False, compare=False)
 
     def resolve(self) -> None:
-        """What a device noted becomes seconds."""
+        """Turns device times into seconds."""
         if self.device is not None:
             self.start, self.end = seconds(self.device.start), seconds(self.device.end)
             self.waited += sum(seconds(after) - seconds(before) for before, after in self.device.waits)
@@ -77,7 +77,7 @@ class Span:
         return self.end - self.start
 
     def resolved(self) -> "Span":
-        """With seconds for what a device noted."""
+        """The span with device times turned into seconds."""
         if isinstance(self.start, float | int) and isinstance(self.end, float | int):
             return self
         return replace(self, start=seconds(self.start), end=seconds(self.end))

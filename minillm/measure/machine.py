@@ -117,8 +117,8 @@ class Machine:
 def machine(refresh: bool = False) -> Machine:
     """This machine's card, from the cache if it is there; `refresh` measures again (about 15 s when it is quiet).
 
-    A cache that cannot be read is measured anew; one that cannot be written costs a warning on standard error, and so
-    do ranks that cannot be started (the card then has no links and is not kept).
+    A cache that cannot be read is replaced. A cache that cannot be written, or ranks that cannot be started, cause a
+    warning on standard error; without ranks the card has no links and is not kept.
     """
     cache = _Cache()
     card = None if refresh else cache.read()

@@ -51,7 +51,7 @@ def write_json(path: Path | None, results: Any) -> None:
 
 
 def writable(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """`path`, asked before the work whose results it is for: hours may be lost after it. Leaves no file behind."""
+    """`path`, if a file can be written there: checked before the work whose results it is for. Leaves no file."""
     if path is not None:
         check_writable(param.opts[0], path)
     return path

@@ -23,9 +23,11 @@ RUNS, RUN_FILE = Path("runs"), "run.json"  # where `train` keeps its runs, and w
 
 
 class KVCache:
-    """An attention function that remembers: `model(tokens, positions, attention=cache)`, each token once, in order.
+    """An attention function that keeps keys and values: `model(tokens, positions, attention=cache)`, each token once,
+    in order.
 
-    Memory for `length` tokens of `batch` sequences is taken at once: 2 · layers · kv_heads · head_dim numbers each.
+    The memory for `length` tokens of `batch` sequences is allocated at once: 2 · layers · kv_heads · head_dim numbers
+    per token.
     """
 
     def __init__(
@@ -93,8 +95,8 @@ def generate(
 def heal(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[int], list[int] | None]:
     """(ids without a last token of spaces, the ids the next token may be), so that "def " can go on as " def| name".
 
-    A tokenizer joins a space to the word that follows, so a prompt that ends in one has cut a token in two. Taken back,
-    it is the beginning of the tokens to choose from.
+    A tokenizer joins a space to the word that follows, so a prompt that ends in one has cut a token in two. Its last
+    token is taken back, and the first new token must begin with the same characters.
     """
     tail = tokenizer.decode_bytes(ids[-1:])
     if len(ids) < 2 or not tail or tail.strip(b" "):
@@ -105,7 +107,8 @@ def heal(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[int], list[int] | N
 
 
 def folder_of(model: str) -> Path:
-    """The folder of a committed checkpoint or of a path; ValueError, with the command to make it, if missing."""
+    """The folder of a committed checkpoint, by name, or of a path. Raises ValueError, with the command that makes the
+    folder, if it is missing."""
     folder = CHECKPOINTS / model if model in COMMITTED else Path(model)
     if (folder / "config.json").is_file():
         return folder

@@ -37,7 +37,7 @@ def initial(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -
 
 
 class WithoutInitialisation(TorchFunctionMode):
-    """Modules made inside keep what memory they get.
+    """Modules made inside keep uninitialised memory.
 
     torch's own initialisation would draw from the global generator, and on "meta" it first loads torch's compiler.
     """

@@ -20,7 +20,8 @@ TILE_BYTES = 16 << 10  # of queries, of keys and of values: what a program keeps
 
 
 def kernel(*varying: str) -> Callable[[Callable], Callable]:
-    """triton.jit; arguments named in `varying` change from call to call, so none of their divisors is compiled for."""
+    """triton.jit. Arguments named in `varying` change from call to call, so Triton does not specialise the kernel on
+    them."""
     return (lambda function: function) if triton is None else partial(triton.jit, do_not_specialize=varying)
 
 
@@ -32,7 +33,7 @@ def factors(dtype: torch.dtype):
 
 
 def check_kernel(name: str, instead: str, **inputs: Tensor) -> None:
-    """ValueError if the kernel `name` cannot run here, or not on these inputs. instead: what to use then."""
+    """ValueError if the kernel `name` cannot run here, or not on these inputs. instead: what the message recommends."""
     first = next(iter(inputs.values()))
     if triton is None:
         raise ValueError(f"{name} needs the package triton: `pip install triton`, or use {instead}.")

@@ -44,9 +44,10 @@ def linear_cross_entropy_sums(
 ) -> tuple[Tensor, Tensor]:
     """`cross_entropy_sums(x @ headᵀ, targets, weights)` without holding the logits, a small model's largest tensor.
 
-    x: [batch, seq, hidden] after the last norm; head: [vocab, hidden]. The gradient of a sum of losses needs nothing
-    from above but a factor, so it is worked out `chunk` tokens at a time while their logits are at hand: as many FLOPs,
-    x's and head's gradients kept instead of logits and probabilities (Hsu et al. 2024, Liger Kernel, §3.2).
+    x: [batch, seq, hidden] after the last norm; head: [vocab, hidden]. What follows a sum of losses changes its
+    gradient by a scalar factor only, so the gradient is computed in forward, `chunk` tokens at a time, while their
+    logits are at hand: the same FLOPs, with the gradients of x and head kept in place of logits and probabilities (Hsu
+    et al. 2024, Liger Kernel, §3.2).
     """
     check_targets(x.shape[:-1], targets, weights)
     total = _LinearCrossEntropy.apply(x, head, targets, chunk, weights)

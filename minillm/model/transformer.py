@@ -34,11 +34,10 @@ class Transformer(nn.Module):
     seed: initial weights (see `initial`); None leaves them unset, for a loader to fill.
     device: "meta" (or `with torch.device("meta"):`) builds shapes without memory; then `to_empty` and `initialize`.
     attention: the attention function of forward passes that bring none.
-    What a model split over ranks does in its own way is an attribute: what the head makes of [batch, seq, hidden]
-    (`head_logits`, `head_loss`), how a parameter is drawn (`draw`), layers that share an input (`linears`), where the
-    tokens of a sequence stand that is cut over ranks (`positions_of`: their number -> [seq], None = 0 .. seq - 1), and
-    what routers need of its other parts (`router_losses_of`).
-    router_losses: what the routers said in the last pass with targets and gradients; None = there are no experts.
+    A model that is split over ranks replaces some attributes: the head's computation (`head_logits`, `head_loss`), how
+    a parameter is drawn (`draw`), how layers that share an input are applied (`linears`), the positions of this rank's
+    tokens (`positions_of`: their number -> [seq], None = 0 .. seq - 1), and `router_losses_of`.
+    router_losses: those of the last pass with targets and gradients; None = there are no experts.
     """
 
     def __init__(
@@ -217,7 +216,7 @@ def mixture(config: ModelConfig, layer: int, dtype: torch.dtype | None = None) -
 
 
 def apply_linears(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """What several layers make of one input; layers that are split over ranks share the communication for it."""
+    """The outputs of several layers that read one input. Layers that are split over ranks share its communication."""
     return tuple(layer(x) for layer in layers)
 
 

@@ -57,8 +57,8 @@ def seconds(rounds: float, critical_bytes: float, latency_s: float, bandwidth_by
 
 
 def ring_seconds(num_bytes: float, world_size: int, latency_s: float, bandwidth_bytes_per_s: float) -> float:
-    """Of one turn of a ring, a reduce-scatter or an all-gather, of a tensor of num_bytes cut into equal chunks: what
-    `ring_all_gather(...).time(...)` is, without listing what each of thousands of ranks sends."""
+    """Seconds of one turn of a ring, a reduce-scatter or an all-gather, of a tensor of num_bytes in equal chunks. The
+    same as `ring_all_gather(...).time(...)`, without listing what each of thousands of ranks sends."""
     rounds = world_size - 1
     return seconds(rounds, rounds * num_bytes / world_size, latency_s, bandwidth_bytes_per_s)
 
@@ -154,7 +154,7 @@ def linear_broadcast(num_elements: int, itemsize: int, world_size: int, root: in
 
 
 def parameter_server_all_reduce(num_elements: int, itemsize: int, world_size: int, root: int = 0) -> Cost:
-    """Everyone sends P to the root, which sends P back to everyone: 2(N-1)P bytes pass through the root.
+    """Every rank sends P bytes to the root, which sends P back to each: 2(N-1)P bytes pass through the root.
 
     The root's link handles one message at a time, so there are 2(N-1) rounds of P bytes (Li et al., "Scaling
     Distributed Machine Learning with the Parameter Server", 2014, with one server).

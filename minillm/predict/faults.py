@@ -35,13 +35,15 @@ def job_mtbf(device_mtbf_s: float, devices: int) -> float:
 
 
 def young_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds between two saves that waste least. save_s: what a save keeps training from."""
+    """The interval between two saves, in seconds, that wastes the least time (Young 1974). save_s: seconds that a save
+    stops training for."""
     _positive(save_s=save_s, mtbf_s=mtbf_s)
     return math.sqrt(2 * save_s * mtbf_s)
 
 
 def daly_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, also where saves are not short against the MTBF (Daly 2006, eq. 37)."""
+    """Young's interval with higher-order terms, for saves that are not short against the MTBF as well (Daly 2006, eq.
+    37)."""
     _positive(save_s=save_s, mtbf_s=mtbf_s)
     if save_s >= 2 * mtbf_s:
         return mtbf_s
@@ -50,19 +52,19 @@ def daly_interval(save_s: float, mtbf_s: float) -> float:
 
 
 def wasted_share(interval_s: float, save_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Share of the time that saving, work done twice, and restarting take; for rare failures, see `goodput`."""
+    """Share of the time that saves, repeated work and restarts take, if failures are rare; `goodput` is exact."""
     _positive(interval_s=interval_s, mtbf_s=mtbf_s)
     _not_negative(save_s=save_s, restart_s=restart_s)
     return save_s / interval_s + (interval_s / 2 + restart_s) / mtbf_s
 
 
 def goodput(interval_s: float, save_s: float, restart_s: float, mtbf_s: float, write_s: float = 0.0) -> float:
-    """Share of the time that is work which counts: interval_s of work, then a save, then again.
+    """Share of the time that goes into work which is kept, if a job saves after every interval_s of work.
 
-    save_s: what a save keeps training from; write_s: how long after that it counts (asynchronous saves); the next save
-    waits for it. Exact for exponential failures that strike during saves and restarts too. From the end of a restart to
-    that of the next mtbf · e^(restart / mtbf) seconds pass on average. In these the first save counts after interval +
-    save + write, and then one more every cycle = save + max(interval, write), so that
+    save_s: seconds that a save stops training for; write_s: seconds after which an asynchronous save counts, for which
+    the next save waits. Exact for exponential failures that strike during saves and restarts too. From the end of a
+    restart to that of the next mtbf · e^(restart / mtbf) seconds pass on average. In these the first save counts after
+    interval + save + write, and then one more every cycle = save + max(interval, write), so that
 
         interval · e^(-(interval + save + write) / mtbf) / (1 - e^(-cycle / mtbf))
 
@@ -82,7 +84,7 @@ def best_goodput(save_s: float, restart_s: float, mtbf_s: float) -> float:
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """What saving costs a job. total_bytes: of one checkpoint; ranks: that write it together, each its own part.
+    """What saving costs a job. total_bytes: of one checkpoint, which `ranks` write together, each its own part.
 
     storage_bytes_per_s: of the storage in all; link_bytes_per_s: of one rank's network to it; copy_bytes_per_s: of one
     rank from its device to the host's memory.
@@ -104,28 +106,29 @@ class CheckpointCost:
 
     @property
     def write_s(self) -> float:
-        """Seconds until all ranks have written: the storage in all, or one rank's link, whichever is slower."""
+        """Seconds until all ranks have written: limited by the storage as a whole or by one rank's link."""
         return max(self.total_bytes / self.storage_bytes_per_s, self.bytes_per_rank / self.link_bytes_per_s)
 
     @property
     def copy_s(self) -> float:
-        """Seconds of a snapshot in the host's memory."""
+        """Seconds to copy a rank's part to host memory."""
         return self.bytes_per_rank / self.copy_bytes_per_s
 
     @property
     def sync_stall_s(self) -> float:
-        """Training waits for the copy and for the write."""
+        """Seconds that a synchronous save stops training for: the copy and the write."""
         return self.copy_s + self.write_s
 
     def async_stall_s(self, interval_s: float) -> float:
-        """Training waits for the copy, and for the write before it if that takes longer than the interval."""
+        """Seconds that an asynchronous save stops training for: the copy, and what is left of the previous write if
+        that takes longer than the interval."""
         _positive(interval_s=interval_s)
         return self.copy_s + max(0.0, self.write_s - interval_s)
 
     def async_wasted_share(self, interval_s: float, restart_s: float, mtbf_s: float) -> float:
-        """As `wasted_share`, of asynchronous saves: each stalls less, but counts only when it has been written, so a
-        failure undoes half an interval and the time of a write. ValueError if a write takes longer than the interval:
-        `goodput` knows the share then, too."""
+        """`wasted_share` of asynchronous saves. Each stops training for less, but counts only once it is written, so a
+        failure undoes half an interval and the time of a write. Raises ValueError if a write takes longer than the
+        interval; `goodput` covers that case."""
         if self.write_s > interval_s:
             raise ValueError(f"interval_s is {interval_s:g}, but a write takes {self.write_s:g} s: save less often.")
         return wasted_share(interval_s, self.copy_s, restart_s, mtbf_s) + self.write_s / mtbf_s
@@ -175,11 +178,11 @@ def simulate_failures(
     write_s: float = 0.0,
     seed: int = 0,
 ) -> SimulatedJob:
-    """A job of `work_s` seconds of work, which saves after every `interval_s` of it and once more in the end.
+    """Simulates a job of `work_s` seconds of work that saves after every `interval_s` of it, and at the end.
 
-    stall_s: what a save keeps training from; write_s: how long after that it is complete (asynchronous saves); the next
-    save waits for it, and the end for the last one. ValueError for a job that hardly ever reaches a save, or takes more
-    than MOST_EVENTS saves and failures.
+    stall_s: seconds that a save stops training for; write_s: seconds after which an asynchronous save is complete. The
+    next save waits for it, and so does the end of the job. Raises ValueError for a job that hardly ever reaches a save,
+    or that takes more than MOST_EVENTS saves and failures.
     """
     _positive(work_s=work_s, interval_s=interval_s, mtbf_s=mtbf_s)
     _not_negative(stall_s=stall_s, restart_s=restart_s, write_s=write_s)

@@ -82,7 +82,7 @@ class TrainConfig:
         return cls(**raw | {"model": ModelConfig(**raw["model"] | parts), "betas": tuple(raw["betas"])})
 
     def difference(self, other: "TrainConfig") -> str | None:
-        """ "lr 0.001, not 0.003": the first setting in which `other` differs, as a phrase; None if they are equal."""
+        """The first setting in which `other` differs, as a phrase like "lr 0.001, not 0.003"; None if equal."""
         for mine, theirs in ((self.model, other.model), (self, other)):
             for field in fields(mine):
                 ours, others = getattr(mine, field.name), getattr(theirs, field.name)

@@ -63,23 +63,23 @@ class TrainingJob:
 
     @cached_property
     def config(self) -> TrainConfig:
-        """ValueError names the setting that cannot be."""
+        """The training configuration. Raises ValueError that names the setting which is not possible."""
         settings = {name: value for name, value in self.settings.items() if name not in (*MODEL_SETTINGS, "data")}
         size, experts, top_k = (self.settings[name] for name in MODEL_SETTINGS)
         model = preset(size, Tokenizer.load().vocab_size, settings["seq_len"], experts, top_k)
         return TrainConfig(model, **settings)
 
     def texts(self) -> tuple[Tokens, Tokens]:
-        """Tokens to train on and to validate on."""
+        """The tokens to train on and those to validate on."""
         text, tokenizer = corpus(self.settings["data"]), Tokenizer.load()
         return tokenize(text, tokenizer, "train"), tokenize(text, tokenizer, "validation")
 
     def torch_device(self) -> torch.device:
-        """ValueError if it cannot be used."""
+        """The device. Raises ValueError if it cannot be used."""
         return device_of(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def save_settings(self) -> None:
-        """Makes the run's folder. ValueError if the disk refuses."""
+        """Makes the run's folder and writes run.json. Raises ValueError if the disk refuses."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             about = self.settings | {"dp": self.parallel.dp, "job": job_id()}
@@ -90,7 +90,7 @@ class TrainingJob:
             ) from error
 
     def command(self) -> str:
-        """What to type to make the exported folder again."""
+        """The command that makes the exported folder again."""
         words = ["python", "-m", "minillm", "train"]
         for name, value in self.settings.items():
             if name in ("model_size", "steps") or value != DEFAULTS[name]:

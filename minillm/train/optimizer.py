@@ -34,7 +34,8 @@ def adamw(named: Named, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Of step 0 .. steps - 1: linear warm-up, half a cosine down to min_lr_share · lr (Loshchilov & Hutter 2017).
+    """The learning rate of step 0 .. steps - 1: linear warm-up, then half a cosine down to min_lr_share · lr
+    (Loshchilov & Hutter 2017).
 
     A function of the step alone: nothing to save, and nothing that accumulation could advance too often.
     """
@@ -72,14 +73,14 @@ class Updater:
         self.inner = make(zip(weights, self.parameters, strict=True))
 
     def named(self) -> dict[str, nn.Parameter]:
-        """What is stepped, by name: parameters, or their masters."""
+        """What the optimizer steps, by name: parameters, or their masters."""
         return dict(zip(self.names, self.parameters, strict=True))
 
     def masters(self) -> dict[str, Tensor]:
         return {name: part.detach() for name, part in self.named().items()} if self.master_weights else {}
 
     def gradients_by_name(self) -> dict[str, Tensor]:
-        """What is in the .grad of `parameters`, after `prepare_gradients`."""
+        """The gradients of `parameters` by name, after `prepare_gradients`."""
         return {name: part.grad for name, part in self.named().items() if part.grad is not None}
 
     def prepare_gradients(self) -> None:

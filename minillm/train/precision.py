@@ -29,12 +29,12 @@ class Precision:
     scaled: bool = False
 
     def context(self, device: torch.device) -> contextlib.AbstractContextManager:
-        """Where forward runs; backward runs outside."""
+        """The context in which forward runs; backward runs outside."""
         return torch.autocast(device.type, self.autocast) if self.autocast else contextlib.nullcontext()
 
     @property
     def compute(self) -> torch.dtype:
-        """What the matmuls run in."""
+        """The dtype in which matmuls compute."""
         return self.autocast or self.weights
 
 

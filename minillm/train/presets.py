@@ -22,7 +22,7 @@ BALANCE_LOSS = 0.01  # Fedus et al. 2021, §2.2
 def preset(
     size: str, vocab_size: int, seq_len: int, experts: int | None = None, top_k: int | None = None
 ) -> ModelConfig:
-    """The model called `size`; its context is seq_len, as it will have seen no position beyond.
+    """The model called `size`. Its context is seq_len, since it will have seen no later position.
 
     experts: in every layer, in place of the MLP. They are 1 / top_k as wide, so that a token, which meets top_k of them
     (None: 2), costs what it costs in the dense model but for the router.

@@ -40,7 +40,7 @@ def locked(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
 
 
 def claim_unused(runs: Path, name: str) -> Path:
-    """Makes runs/NAME-1, or the first number that nobody has made before, also where several try at once."""
+    """Makes and returns runs/NAME-1, or the first number that is free, also if several processes try at once."""
     number = 1
     while True:
         folder = runs / f"{name}-{number}"

@@ -32,7 +32,7 @@ class StepTime:
 
     @classmethod
     def of(cls, ledger: Ledger, total: float) -> "StepTime":
-        """From what one step recorded, which took `total` seconds."""
+        """The parts of one step that took `total` seconds, from what it recorded."""
         seconds = dict.fromkeys(PARTS, 0.0)
         known = [(done, part) for done in ledger.spans if (part := _part(done.name, done.kind))]
         for done, part in known:

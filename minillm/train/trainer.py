@@ -204,7 +204,7 @@ class Trainer:
         }
 
     def check(self, progress: dict[str, Any]) -> None:
-        """ValueError if it is that of another configuration, if steps differ, or if something is missing."""
+        """Raises ValueError if `progress` is of another configuration, its steps differ, or something is missing."""
         if missing := [name for name in PROGRESS if name not in progress]:
             raise ValueError(f"the checkpoint lacks {', '.join(missing)}: restore it, or start another run.")
         config = progress["config"] | {"accumulate": self.config.accumulate}  # follows from the number of ranks
@@ -243,7 +243,7 @@ class Trainer:
 
     @property
     def windows_per_step(self) -> int:
-        """Of all ranks: what a step is, however many compute it."""
+        """Windows of a step over all ranks, which define a step however many ranks compute it."""
         return self.config.accumulate * self.config.batch_size * self.parallel.world_size
 
     def close(self) -> None:

@@ -32,7 +32,8 @@ def validate(
     parallel: SingleDevice | None = None,
     documents: bool = False,
 ) -> Validation:
-    """Every window once over all ranks; with max_tokens, about so many tokens in windows spread evenly.
+    """The loss over every window, once over all ranks; with max_tokens, over about so many tokens in evenly spread
+    windows.
 
     dataset.tokens: a `Tokens`, whose bytes per token turn nats per token into bits per byte. documents: tokens see
     their own document only.

@@ -2,7 +2,7 @@
 
 Everything else in a block looks at one token at a time, so this function is the one place where tokens meet, and the
 one thing that changes when a sequence is spread over ranks (ring attention) or keys live in a cache (decoding, paging).
-Whoever replaces it writes a callable with the signature of `AttentionFunction` and hands it to the forward pass:
+To replace it, write a callable with the signature of `AttentionFunction` and pass it to the forward pass:
 
     model(tokens, positions, attention=cache)
 """
@@ -20,7 +20,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, k_pool, v_pool) of a 
 class AttentionFunction(Protocol):
     """q: [batch, heads, seq, head_dim]; k, v: [batch, kv_heads, seq, head_dim] -> like q. Keys are already rotated.
 
-    layer: index of the block that asks (a cache keeps keys per layer).
+    layer: index of the block that calls (a cache keeps keys per layer).
     positions: [seq] or [batch, seq], where the tokens stand; None = 0 .. seq - 1.
     window: see `ModelConfig.sliding_window`.
     options: soft_cap, if the model has an `attention_soft_cap`; else nothing, so a function for other models can do

@@ -81,7 +81,7 @@ class Sight:
     """Which keys a tile of queries may see: its own and earlier positions, within the window, of the same document.
 
     Positions and segments as in `attention.visible`. The first and last position of every tile say which tiles no query
-    sees. So positions that the caller knows are best given as ascending numbers, or None: a tensor's are read, for
+    sees. Positions that the caller knows are best passed as ascending numbers, or None: a tensor has to be read, for
     which the host waits on a GPU.
     """
 
@@ -112,7 +112,7 @@ class Sight:
         self._column_spans = _spans(key_positions, self.columns)
 
     def within(self, segments: Tensor, key_segments: Tensor) -> "Sight":
-        """The same positions, of these documents."""
+        """The same positions, with these segments."""
         found = copy.copy(self)
         found.segments, found.key_segments = segments, key_segments
         return found

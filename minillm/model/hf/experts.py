@@ -27,7 +27,7 @@ HERE = (("gate_up_proj", 0), ("gate_up_proj", 1), ("down_proj", None))
 def read_experts(values: dict, kind: str) -> MoEConfig | None:
     """The experts of a config.json; None for a dense family. ValueError for what is not supported.
 
-    Factors of losses and noise that only training sees are not read: they are chosen for each training run.
+    Loss factors and noise, which only training uses, are not read: each training run sets its own.
     """
     if kind not in KINDS:
         return None

@@ -12,7 +12,7 @@ INERT |= {"transformers_version", "use_cache", "cache_implementation", "decoder_
 @dataclass(frozen=True)
 class GenerationDefaults:
     """eos_ids: tokens that end an answer. sampling: fields of `SamplingParams`. unused: keys that change what
-    transformers generates and that minillm has nothing for."""
+    transformers generates and that minillm does not support."""
 
     eos_ids: tuple[int, ...] = ()
     sampling: dict[str, float | int | None] = field(default_factory=dict)

@@ -80,7 +80,7 @@ def load_hf(
 
 
 def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | None = None) -> None:
-    """Writes config.json and safetensors that `load_hf` and transformers read: all of it or nothing (see `write`).
+    """Writes config.json and safetensors that `load_hf` and transformers read. The save is atomic (see `write`).
 
     max_shard_bytes: start another file when one would hold more (a larger tensor has its own); None = one file.
     ValueError if the folder holds a checkpoint of another configuration, OSError if the disk refuses; in both cases

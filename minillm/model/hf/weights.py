@@ -35,8 +35,8 @@ def read(folder: Path) -> Stored:
 
 
 def one_by_one(stored: Stored) -> Iterator[tuple[safe_open, list[str]]]:
-    """Each open file with the names of its tensors. Empties `stored` on the way: a file is closed, and its pages are
-    given back, when the next is asked for."""
+    """Each open file with the names of its tensors. Empties `stored` on the way, so that a file is closed and its pages
+    are freed before the next is read."""
     while stored:
         file = next(iter(stored.values()))
         names = [name for name, each in stored.items() if each is file]

@@ -25,10 +25,9 @@ from minillm.model.moe.router import Decision, alone
 class RouterLosses:
     """Collects the losses of the routers of one forward pass, from layer to layer.
 
-    weights: [batch], the sum of the weights of each sequence's tokens. parts: equal ones that sequences are cut into,
-    of which one is here, and sum_over_parts: adds up what all of them know; losses are then this part's shares.
-    factor: gradient of Σ weight · nll, set when
-    backward begins; a pipeline stage without the loss sets it itself.
+    weights: [batch], the sum of the weights of each sequence's tokens. parts: how many equal parts sequences are cut
+    into, of which this process has one; sum_over_parts adds a tensor up over them. Losses are then this part's share.
+    factor: gradient of Σ weight · nll, set when backward begins; a pipeline stage without the loss sets it itself.
     counts, losses: by layer, [num_experts] (token, choice) pairs and [batch] losses, without a gradient.
     """
 
@@ -49,7 +48,7 @@ class RouterLosses:
 
     @property
     def mean(self) -> Tensor:
-        """Sum over layers of the mean over tokens: what is added to a mean loss."""
+        """The sum over layers of the mean over tokens, which is added to a mean loss."""
         total = sum((self.weights.to(each) * each).sum() for each in self.losses.values())
         return total / torch.where(self.weights.sum() == 0, 1, self.weights.sum())
 

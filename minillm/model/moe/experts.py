@@ -32,7 +32,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows: [rows, hidden], sorted by expert; counts: [num_experts], rows of each -> [rows, hidden]."""
+        """rows: [rows, hidden], sorted by expert; counts: [num_experts], rows of each one. Returns [rows, hidden]."""
         gate_up, down, kind = self.gate_up_proj.flatten(1, 2), self.down_proj, rows.device.type
         if torch.is_autocast_enabled(kind):
             rows, gate_up, down = (each.to(torch.get_autocast_dtype(kind)) for each in (rows, gate_up, down))

@@ -18,7 +18,7 @@ Dispatch = Callable[[Experts, Tensor, Tensor, Tensor, bool], Callable[[], Tensor
 def here(
     experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor, dropless: bool, *, num_experts: int
 ) -> Callable[[], Tensor]:
-    """The dispatch of a process that has all experts: nothing travels."""
+    """The dispatch of a process that has all experts: no row travels."""
     routes = sort_by_expert(chosen, num_experts, dropless)
     rows = routes.to_experts(x)
 

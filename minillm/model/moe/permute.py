@@ -37,7 +37,7 @@ class Routes:
         return _Linear.apply(x, self._copied, self._added)
 
     def added(self, rows: Tensor) -> Tensor:
-        """rows: [rows, hidden] -> Σ over a token's choices of row. What `to_experts` does to a gradient."""
+        """rows: [rows, hidden] -> Σ over a token's choices of row, which is what `to_experts` does to a gradient."""
         return _Linear.apply(rows, self._added, self._copied)
 
     def from_experts(self, rows: Tensor, weights: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Decision(NamedTuple):
 
 
 def alone(x: Tensor) -> Tensor:
-    """What all parts of sequences come to, where a sequence has one part."""
+    """The identity: all-gather, sum and slice of a sequence that has one part."""
     return x
 
 

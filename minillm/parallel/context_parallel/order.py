@@ -5,7 +5,7 @@
     zigzag                     0  1 14 15    2  3 12 13    4  5 10 11    6  7  8  9
 
 Under a causal mask the query at position p sees p + 1 keys. Contiguous parts give rank r (2r + 1) / N² of all pairs, so
-the last rank computes 2N - 1 times as much as the first, and everybody waits for it. In zigzag order each rank has one
+the last rank computes 2N - 1 times as much as the first, and all others wait for it. In zigzag order each rank has one
 early and one late part of 2N parts, and all ranks the same number of pairs.
 """
 
@@ -27,7 +27,7 @@ def local_positions(seq: int, rank: int, world_size: int, order: str = "zigzag")
 
 @functools.lru_cache(64)
 def local_numbers(seq: int, rank: int, world_size: int, order: str = "zigzag") -> tuple[int, ...]:
-    """`local_positions` as the host knows them, whatever device tensors are on."""
+    """`local_positions` as Python numbers, known to the host whatever device tensors are on."""
     if order not in ORDERS:
         raise ValueError(f"order={order!r} must be one of {', '.join(ORDERS)}.")
     parts = world_size if order == "contiguous" or world_size == 1 else 2 * world_size
@@ -69,7 +69,7 @@ class ContextAttention:
         return self.group.world_size
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks that hold the other parts of the same sequences, in place."""
+        """Sums x, in place, over the ranks that hold the other parts of the same sequences."""
         return self.group.all_reduce(x)
 
     def whole(self, x: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class RingAttention(ContextAttention):
         return _Ring.apply(q, k, v, self, window, segments)
 
     def sight(self, q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, source: int) -> Sight:
-        """What this rank's queries see of the block that rank `source` owns. segments: of the whole sequence."""
+        """Which keys this rank's queries see in the block of rank `source`. segments: of the whole sequence."""
         n, key = self.group.world_size, (source, q.shape[2], window, q.device)
         if key not in self._sights:
             ranks = self.group.rank, source
@@ -76,7 +76,7 @@ class RingAttention(ContextAttention):
 
     @contextlib.contextmanager
     def working(self, source: int) -> Iterator[None]:
-        """Around the work on the block of rank `source`."""
+        """A context for the work on the block of rank `source`."""
         with span(f"block {source}"):
             start = time.monotonic()
             yield
@@ -84,7 +84,7 @@ class RingAttention(ContextAttention):
                 time.sleep(max(0.0, start + self.pace - time.monotonic()))
 
     def pass_on(self, block: Tensor):
-        """Begins to send a block to the right and to receive one from the left: (the new block, its Work)."""
+        """Starts sending a block to the right and receiving one from the left. Returns (the new block, its Work)."""
         group, arriving = self.group, torch.empty_like(block)
         right, left = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
         work = group.exchange(send=(block, right), recv=(arriving, left), async_op=True)

@@ -76,7 +76,7 @@ def check_context(context: str) -> None:
 
 
 def sequence_multiple(context: str, world_size: int, node: int = 1) -> int:
-    """What the length of a sequence has to be a multiple of. node: of a hybrid, ranks of a Ulysses group."""
+    """The number that a sequence's length has to be a multiple of. node: of a hybrid, ranks of a Ulysses group."""
     check_context(context)
     rings = world_size // node if context == "hybrid" else world_size
     halves = 2 if context in ("zigzag", "hybrid", "gather") and rings > 1 else 1

@@ -40,9 +40,9 @@ def _cast(flat: Tensor, group: Group, dtype: torch.dtype) -> None:
 
 
 def int8_error_feedback(bucket: Bucket, flat: Tensor, group: Group) -> None:
-    """A reduce-scatter and an all-gather, both in int8: rank j adds up everybody's chunk j and sends the mean around.
+    """A reduce-scatter and an all-gather, both in int8: rank j adds up every rank's chunk j and sends the mean to all.
 
-    Rounding happens twice, so there are two debts: of the own gradient, and of the chunk that this rank averages.
+    Rounding happens twice, so there are two debts: of this rank's gradient, and of the chunk that it averages.
     """
     own = _with_debt(bucket, "own", flat)
     packed = _quantize(own.view(group.world_size, -1))
@@ -67,7 +67,7 @@ def _dequantize(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def top_k(share: float = 0.01, error_feedback: bool = True) -> Hook:
-    """Send the ceil(share * n) largest of a bucket's n numbers, with their places (int32), to everybody."""
+    """Sends the ceil(share * n) largest of a bucket's n numbers, with their places (int32), to all ranks."""
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}: the part of the gradient that is sent lies above 0 and up to 1")
 

@@ -32,7 +32,7 @@ class Bucket:
         return self.parameters[0].dtype
 
     def empty(self) -> Tensor:
-        """A flat tensor for this bucket: [padded], only its padding filled (with zeros)."""
+        """A flat tensor for this bucket: [padded]; only the padding is initialised, to zeros."""
         flat = torch.empty(self.padded, dtype=self.dtype, device=self.parameters[0].device)
         flat[self.numel :] = 0
         return flat

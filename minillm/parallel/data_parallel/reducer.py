@@ -139,7 +139,8 @@ class Reducer:
 
     def finish(self) -> None:
         """Start what has not started, wait for all of it. Runs by itself at the end of each synchronised backward;
-        calling it again does nothing. Parameters without gradient take part with zeros, so that no rank waits in vain.
+        calling it again does nothing. Parameters without a gradient take part with zeros, so that no rank waits for
+        ever.
 
         ValueError: a parameter got no gradient and `find_unused` is False. The rank that lacks it says so.
         """

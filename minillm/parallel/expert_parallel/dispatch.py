@@ -7,7 +7,7 @@
       ◀── all-to-all ──   a a b | c d d          both permutations back
 
 Every rank learns first how many rows come, by an all-gather of 8 · E bytes per rank for which its host waits. The two
-all-to-alls then carry only rows that are there: T·k·h·b·(N-1)/N bytes each if experts are asked for equally. Dropped
+all-to-alls then carry existing rows only: T·k·h·b·(N-1)/N bytes each if all experts are chosen equally often. Dropped
 rows do not travel, and an expert without rows still has a gradient, of zeros. An expert's rows are those of one process
 that has all tokens, in the same order. Lepikhin et al. 2020, "GShard", §3; Rajbhandari et al. 2022, "DeepSpeed-MoE".
 """
@@ -31,7 +31,7 @@ Experts = Callable[[Tensor, Tensor], Tensor]
 
 
 def check_experts(num_experts: int, ranks: int) -> None:
-    """ValueError unless every rank gets equally many."""
+    """Raises ValueError unless every rank gets equally many experts."""
     if ranks < 1 or num_experts % ranks:
         raise ValueError(
             f"{num_experts} experts do not divide over {ranks} expert-parallel ranks: use a number of ranks that "
@@ -70,7 +70,7 @@ class ExpertDispatch:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """What a rank gets of all ranks' rows.
+    """Which rows a rank receives.
 
     counts: [experts / N], rows of each expert of this rank. regroup: [rows received], the place among rows by source of
     each row by own expert; undo: its inverse.
@@ -93,7 +93,7 @@ class Route:
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Of a permutation of 0 .. n - 1."""
+    """The inverse of a permutation of 0 .. n - 1."""
     return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
 
 

@@ -36,11 +36,11 @@ class Exchange:
         return _Start.apply(rows, self)
 
     def finish(self, handle: Tensor) -> Tensor:
-        """[sum(recv_counts), ...], those of rank 0 first."""
+        """Waits for the rows: [sum(recv_counts), ...], those of rank 0 first."""
         return _Finish.apply(handle, self)
 
     def back(self) -> Exchange:
-        """The way back of these rows."""
+        """The exchange that returns these rows to where they came from."""
         return Exchange(self.group, self.recv_counts, self.send_counts)
 
     def launch(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:

@@ -31,7 +31,7 @@ class ParamInfo:
 
     @staticmethod
     def all_of(module: nn.Module) -> list["ParamInfo"]:
-        """In the order of `named_parameters`."""
+        """The parameters of a module, in the order of `named_parameters`."""
         found: dict[nn.Parameter, ParamInfo] = {}
         for prefix, owner in module.named_modules(remove_duplicate=False):
             for key, parameter in owner._parameters.items():
@@ -90,7 +90,7 @@ class FlatParam:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole flat parameter, padding included, as it is gathered."""
+        """Bytes of the whole flat parameter, padding included, as it is gathered."""
         return self.full.numel() * self.full.itemsize
 
     def start_unshard(self) -> None:
@@ -111,7 +111,8 @@ class FlatParam:
         self.full.untyped_storage().resize_(0)
 
     def start_reduce(self) -> list[str]:
-        """Takes the weights' gradients away. Returns the names of those that have none: they count as zero."""
+        """Takes the weights' gradients and starts averaging them. Returns the names of weights without one: they count
+        as zero."""
         flat = torch.empty_like(self.full, dtype=self.reduce_dtype)
         flat[self.numel :] = 0
         missing, start = [], 0

@@ -15,7 +15,7 @@ REST = "rest"  # the group of all parameters outside of blocks
 
 @dataclass
 class UnshardStats:
-    """A receipt: the groups whose full parameters this rank has memory for, and the most there ever were."""
+    """Which groups' full parameters this rank has memory for, and the most there ever were."""
 
     groups: list[str] = field(default_factory=list)
     bytes: int = 0
@@ -51,7 +51,7 @@ class ParamGroup:
         self.nbytes = sum(flat.nbytes for flat in self.flats)
 
     def unshard(self) -> None:
-        """Starts it, unless that is done; `wait` ends it."""
+        """Starts the all-gather, unless the weights are there or on their way; `wait` completes it."""
         if not self.is_unsharded:
             self.is_unsharded = True
             self.stats.add(self.name, self.nbytes)

@@ -43,7 +43,7 @@ class ShardedModule(nn.Module):
 
     @property
     def placements(self) -> dict[str, Placement]:
-        """Of the slices, by name."""
+        """Placements of the slices, by name."""
         return {name: param.placement for name, param in self.params.items()}
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator:

@@ -248,7 +248,7 @@ class _Execution:
 
 
 def unwrapped(part: nn.Module) -> nn.Module:
-    """The module inside BucketedDDP and its like, whose names and methods are the part's own."""
+    """The module inside a wrapper such as BucketedDDP, which has the part's own names and methods."""
     return part.module if isinstance(getattr(part, "reducer", None), Reducer) else part
 
 

@@ -22,7 +22,7 @@ Key = tuple[int, str]  # (part, name); part is -1 for a name that means the same
 
 
 class SharedGradients:
-    """Knows, after one round of names, which of this rank's parameters others hold too.
+    """Finds out, in one exchange of names, which of this rank's parameters other ranks hold too.
 
     Parameters are the same if they have one name in one part of the model; or one name anywhere, where both parts list
     it in an attribute `tied`. (Names alone would not do: parts that are nn.Sequential all have a "0.weight".)
@@ -61,7 +61,7 @@ class SharedGradients:
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """`.grad` of each becomes the sum over all places, with the same bits everywhere."""
+        """Makes `.grad` of each shared parameter the sum over all places, with the same bits everywhere."""
         own = {key: self._sum(key) for key in self._shared if self._trainable(key)}
         packs: defaultdict[tuple[int, torch.dtype], list[Key]] = defaultdict(list)  # (other rank, dtype) -> in order
         for key, gradient in own.items():

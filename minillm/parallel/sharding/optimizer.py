@@ -57,7 +57,7 @@ class SlicedOptimizer(torch.optim.Optimizer):
         return self.slices
 
     def gradients_by_name(self) -> dict[str, Tensor]:
-        """What the slices have in .grad."""
+        """The gradients of the slices, by name."""
         return {name: plain(part.grad) for name, part in self.slices.items() if part.grad is not None}
 
     def prepare_gradients(self) -> None:
@@ -87,7 +87,7 @@ class SlicedOptimizer(torch.optim.Optimizer):
             self.inner.step()
 
     def step_slices(self, chosen: Iterable[nn.Parameter]) -> None:
-        """One step of these slices: the others are kept from the optimizer meanwhile."""
+        """Steps these slices only; the optimizer does not see the others meanwhile."""
         stepped = {id(part) for part in chosen}
         everything = [group["params"] for group in self.inner.param_groups]
         for group, members in zip(self.inner.param_groups, everything, strict=True):

@@ -59,7 +59,7 @@ class Shard:
             raise ValueError(f"part {self.index} of {self.num_shards} does not exist: index must be below num_shards.")
 
     def size(self, length: int) -> int:
-        """Rows of a part of so many, padding included."""
+        """Rows of a part of so many rows, padding included."""
         return -(-length // self.num_shards)
 
     def real(self, length: int) -> int:
@@ -147,7 +147,7 @@ class Placement:
 
     @property
     def part_shape(self) -> torch.Size:
-        """Of what this rank holds."""
+        """Shape of what this rank holds."""
         shape = self.shape
         for part in self.parts:
             shape = part.shape(shape)
@@ -160,11 +160,11 @@ class Placement:
 
     @property
     def is_counted(self) -> bool:
-        """Of several ranks that hold the same numbers, exactly one counts them."""
+        """Whether this rank counts its numbers: of several ranks that hold the same ones, exactly one does."""
         return all(part.copy == 0 for part in self.parts)
 
     def within(self, part: Part) -> "Placement":
-        """Cut once more, inside of what this rank holds."""
+        """The placement of a further cut inside what this rank holds."""
         return replace(self, parts=(*self.parts, part))
 
     def cut(self, whole: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The .grad of those that have one."""
+    """The gradients of those parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 

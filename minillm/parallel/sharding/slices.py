@@ -53,11 +53,12 @@ class ShardSettings:
 
     @property
     def groups(self) -> list[Group]:
-        """Those whose ranks have different rows: an average over each of them in turn is one over all rows."""
+        """The groups to average over in turn: their ranks have different rows, so together this is one average over all
+        rows."""
         return [self.replicate_group, self.group] if self.replicate_group else [self.group]
 
     def placement_of(self, name: str, parameter: Tensor) -> Placement:
-        """Of the whole parameter."""
+        """Placement of the whole parameter."""
         return self.placements.get(name, Placement(parameter.shape))
 
     def reduce_scatter(self, flat: Tensor, out: Tensor | None = None) -> Work:
@@ -113,11 +114,11 @@ class LocalShard:
         self._fresh: set[str] = set()  # without gradient before the last reduction
 
     def split(self, part: Tensor) -> list[Tensor]:
-        """part: [n] -> what is of each parameter; padding comes last."""
+        """part: [n] -> its pieces by parameter; padding comes last."""
         return list(part[: sum(self._sizes)].split(self._sizes))
 
     def add_gradient(self, average: Tensor) -> None:
-        """average: [n], what a reduction has brought, is added to what earlier ones have."""
+        """Adds average: [n], the result of a reduction, to those of earlier ones."""
         if not self.is_deferred:
             self._add(average)
         elif self.waiting is None:
@@ -134,7 +135,7 @@ class LocalShard:
                 self.slices[name].grad = None
 
     def give_gradients(self) -> None:
-        """Gives the slices what has been kept for them."""
+        """Hands the gradients that were kept to the slices."""
         if self.waiting is not None:
             unused, average, self.waiting = self._fresh, self.waiting, None
             self._add(average)
@@ -159,13 +160,13 @@ class LocalShard:
             slice_.grad = None
 
     def write_weights(self) -> None:
-        """What was stepped becomes this rank's part of `flat`."""
+        """Copies the stepped weights into this rank's part of `flat`."""
         if self.is_copied:
             self.home.up(self.weights, self.own)
 
 
 def slice_of(parameter: Tensor, part: Tensor) -> nn.Parameter:
-    """part: [n] of the parameter's elements, as a parameter that remembers what it is a part of."""
+    """part: [n] of the parameter's elements, as a parameter that knows the whole one (`whole_shape`)."""
     slice_ = nn.Parameter(part, requires_grad=parameter.requires_grad)
     slice_.whole_shape, slice_.is_master = parameter.shape, part.dtype != parameter.dtype
     return slice_

@@ -46,7 +46,7 @@ class Stepped(Protocol):
         """What is stepped, by name: weights, slices of them, or their float32 copies."""
 
     def masters(self) -> Mapping[str, Tensor]:
-        """Those that are float32 copies of 16-bit weights."""
+        """Those of `named` that are float32 copies of 16-bit weights."""
 
     def load_local(self, state: dict[str, Any]) -> None:
         """state: of `inner`, and "masters" by name; those that are missing are copied from the weights."""
@@ -70,7 +70,7 @@ class LocalState:
 
     @property
     def names(self) -> list[list[str]]:
-        """Of the parameters that this rank steps, by the optimizer's groups."""
+        """Names of the parameters that this rank steps, by the optimizer's groups."""
         if self.stepped is None:
             return []
         names = {id(parameter): name for name, parameter in self._named.items()}
@@ -78,7 +78,7 @@ class LocalState:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Weights in another dtype than the model's are copies."""
+        """All tensors by name. Weights that are held in another dtype than the model's are copied."""
         parts, buffers = (self.weights.parts(), self.weights.buffers()) if self.weights else ({}, {})
         found = {f"model/{name}": part.detach().to(self.dtype or part.dtype) for name, part in parts.items()}
         found |= {f"model/{name}": buffer for name, buffer in buffers.items()}
@@ -97,12 +97,12 @@ class LocalState:
         return found | {f"master/{name}": (name, master) for name, master in masters.items()}
 
     def placements(self) -> dict[str, Placement]:
-        """Which parts of the whole tensors `tensors` are."""
+        """Placements of `tensors`: which parts of the whole tensors they are."""
         stepped = {key: self._stepped_placements[name] for key, (name, _) in self._stepped.items()}
         return self._weight_placements() | stepped
 
     def parts(self) -> dict[str, tuple[Tensor, Placement]]:
-        """Tensors with their placements."""
+        """The tensors, each with its placement."""
         placements = self.placements()
         return {key: (tensor, placements[key]) for key, tensor in self.tensors.items()}
 
@@ -188,13 +188,13 @@ def number_of(value: Any) -> list[Any]:
 
 
 def per_element(entries: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Keys of what an optimizer keeps per element (moments). A tensor without dimensions may be a scalar parameter's,
-    or count steps: that the other parameters tell."""
+    """Keys of what an optimizer keeps per element (moments). A tensor without dimensions may belong to a scalar
+    parameter or count steps; the other parameters tell which."""
     return {k for entry in entries.values() for k, v in entry.items() if isinstance(v, Tensor) and v.dim()}
 
 
 def numbered(param_groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The groups' settings, with the parameters numbered as torch does."""
+    """The groups' settings, with parameters numbered as in torch."""
     number = itertools.count()
     numbers = [[next(number) for _ in group] for group in names]
     return [{**settings, "params": own} for settings, own in zip(param_groups, numbers, strict=True)]

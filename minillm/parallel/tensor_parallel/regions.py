@@ -37,7 +37,7 @@ class Region:
     regather: bool = True
 
     def begin(self, x: Tensor) -> Tensor:
-        """What column layers read."""
+        """The input as column layers read it."""
         return self._gather(x).wait() if self.sequence else x
 
     def begin_backward(self, dx: Tensor) -> Work:
@@ -149,7 +149,7 @@ class _End(torch.autograd.Function):
 
 
 def finished(value: Tensor) -> Work:
-    """A handle whose `wait` returns `value` at once."""
+    """A handle whose `wait` returns `value` without waiting."""
     return Work(lambda: value)
 
 

@@ -99,7 +99,8 @@ class ZeroOptimizer(SlicedOptimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around every microbatch but the last: stage 1 adds up without communication, stage 2 reduces all the same."""
+        """A context for every microbatch but the last: stage 1 accumulates without communication, stage 2 reduces all
+        the same."""
         before, self.reducer.sync = self.reducer.sync, self.stage == 2
         try:
             yield

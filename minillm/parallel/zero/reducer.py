@@ -93,7 +93,8 @@ class ScatterReducer(Reducer):
                 shard.clear_unused_gradients({self.names[p] for p in self.unused})
 
     def finish_late(self) -> None:
-        """Reduces what no backward has: all microbatches ran under no_sync, or none touched a parameter here."""
+        """Reduces what no backward has reduced: all microbatches ran under no_sync, or none reached a parameter on this
+        rank."""
         if not self.is_reduced:
             self.expect()
             self.finish()
@@ -123,6 +124,6 @@ class ScatterReducer(Reducer):
 
     @property
     def held(self) -> list[Tensor]:
-        """Of gradients, besides those that slices have."""
+        """The gradients that this rank holds besides those of slices."""
         waiting = [shard.waiting for shard in self.shards]
         return [tensor for tensor in [*self._flats, *waiting, *self._arriving.values()] if tensor is not None]

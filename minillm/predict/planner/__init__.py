@@ -13,6 +13,6 @@ The same for the trainer in this repository, which can be held to what it does (
 together by the same `step.assemble`; `../training/memory.py` its peak.
 
 Inputs: `architectures.py` (models) and `clusters.py` (devices and links), both tables with sources. `published.py`
-holds runs whose layout and speed are public. `fit.py` takes five constants from one half of them, and the other half
-judges.
+holds runs whose layout and speed are public. `fit.py` fits five constants to one half of them and judges them on the
+other.
 """

@@ -67,7 +67,7 @@ class Architecture:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of one layer's attention."""
         h, latent = self.hidden_size, self.latent
         if latent is None:
             return 2 * h * self.query_width + 2 * h * self.num_kv_heads * self.head_dim
@@ -81,17 +81,17 @@ class Architecture:
 
     @property
     def expert_parameters(self) -> int:
-        """Of the routed experts of one expert layer: what expert parallelism spreads."""
+        """Parameters of the routed experts of one expert layer, which expert parallelism spreads."""
         return self.experts * self._mlp(self.expert_intermediate)
 
     @property
     def active_expert_parameters(self) -> int:
-        """Of the routed experts that one token meets in one layer."""
+        """Parameters of the routed experts that one token meets in one layer."""
         return self.top_k * self._mlp(self.expert_intermediate)
 
     @property
     def mean_mlp_parameters(self) -> float:
-        """Of a layer's MLP without routed experts, with the router and the shared ones: the mean over layers."""
+        """Parameters of a layer's MLP, router and shared experts, without routed experts: the mean over layers."""
         beside = self.shared_experts * self._mlp(self.expert_intermediate) + self.hidden_size * self.experts
         dense = self.num_layers - self.expert_layers
         return (dense * self._mlp(self.intermediate_size) + self.expert_layers * beside) / self.num_layers
@@ -103,7 +103,7 @@ class Architecture:
 
     @property
     def dense_parameters(self) -> int:
-        """All but the routed experts."""
+        """All parameters but those of routed experts."""
         tables = self.table * (1 if self.tie_embeddings else 2)
         return round(self.num_layers * (self.attention_parameters + self.mean_mlp_parameters)) + tables
 
@@ -113,7 +113,7 @@ class Architecture:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token meets, the embedding's look-up table included as is usual."""
+        """Parameters that one token meets. As usual, the embedding's look-up table counts."""
         return self.dense_parameters + self.expert_layers * self.active_expert_parameters
 
     @property
@@ -123,7 +123,7 @@ class Architecture:
         return self.attention_parameters + self.mean_mlp_parameters + routed
 
     def attention_flops(self, context: float) -> float:
-        """Of one layer, forward, per token: scores and weighted values, 2 each per key and element."""
+        """FLOPs of one layer's attention, forward, per token: scores and values, 2 each per key and element."""
         return 2 * (self.query_width + self.value_width) * context
 
     def training_flops(self, context: float) -> float:

@@ -65,7 +65,7 @@ class Work:
 
 
 def layer(model: Architecture, layout: Layout, device: Device, seq: int, tokens: int, stack: Stack = MODERN) -> Work:
-    """tokens: of a microbatch on one rank."""
+    """One layer's work, forward and backward, on `tokens` tokens: those of a microbatch on one rank."""
     passes = 4 if layout.recompute == "full" else 3
     rate = device.matmul_rate(_narrowest(model, layout), stack.fp8)
     spread = EXPERT_LOAD if model.active_expert_parameters and layout.ep > 1 else 1

@@ -1,9 +1,9 @@
-"""The constants of `clusters.py` that nobody prints, fitted to every second published run and judged on the others.
+"""The constants of `clusters.py` that no data sheet has, fitted to every second published run and judged on the others.
 
     python -m minillm.predict.planner.fit
 
 Five numbers: the share of the peak that wide matrix products reach on an A100 and on an H100, the width at which they
-reach half of it, what overlapped communication costs, and the speed-up of 8 bits. Fitted is the sum of squares of
+reach half of it, what overlapped communication costs, and the speed-up of 8 bits. Minimised is the sum of squares of
 log(predicted / reported), by coordinate search: each number up and down by a step that is halved until it is below
 0.5 %.
 """

@@ -81,7 +81,7 @@ def rank_serving(
     if not plans:
         raise ValueError(
             f"no layout meets the limits: one sequence alone has a TPOT of {best.tpot * 1e3:.1f} ms and a TTFT of "
-            f"{best.ttft * 1e3:.0f} ms at best (tp {best.tp}, pp {best.pp}): relax a limit, or quantise the weights."
+            f"{best.ttft * 1e3:.0f} ms at best (tp {best.tp}, pp {best.pp}): relax a limit, or quantize the weights."
         )
     return sorted(plans, key=lambda plan: -plan.tokens_per_s)[:keep]
 

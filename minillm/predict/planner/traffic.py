@@ -11,8 +11,8 @@
 Gradients and ZeRO's shards lie over dp x cp, whose flattened group is meant by dp; with ep, those of experts over the
 dp / ep ranks that have the same ones, `expert_replicas`. Float32, AdamW, 1F1B, no recomputation, context parallelism in
 zigzag order; every stage has as many layers. Experts are dropless, in every layer or none, without cp. Where their rows
-go depends on the data: an all-to-all is that of a router which asks for all experts equally, unless a run's own count
-is given. Counts of one axis come from its own closed form in `predict.training`.
+go depends on the data: the bytes of an all-to-all are those of a router that chooses all experts equally often, unless
+a run's own count is given. Counts of one axis come from its own closed form in `predict.training`.
 """
 
 from collections import Counter
@@ -74,8 +74,8 @@ def operations(shape: Shape, layout: Layout, seq: int, stage: int) -> list[Opera
 
 
 def bytes_by_axis(shape: Shape, layout: Layout, seq: int, crossing: int | None = None) -> dict[str, int]:
-    """What all ranks send in one step. crossing: rows that left their rank for an expert, of all ranks, layers and
-    microbatches; None: as many as if all experts were asked for equally."""
+    """Bytes that all ranks send in one step, by axis. crossing: rows that left their rank for an expert, of all ranks,
+    layers and microbatches; None: as many as if all experts were chosen equally often."""
     total: Counter[str] = Counter()
     if crossing is not None:
         total["ep"] = sum(moe.ALL_TO_ALLS.values()) * crossing * shape.hidden_size * ITEM
@@ -103,7 +103,7 @@ def group_size(layout: Layout, axis: str) -> int:
 
 
 def check(shape: Shape, layout: Layout, seq: int) -> None:
-    """ValueError for what these formulas do not cover."""
+    """Raises ValueError for layouts and models that these formulas do not cover."""
     if shape.num_layers % layout.pp or layout.chunks > 1 or layout.schedule != "1f1b":
         raise ValueError(f"{shape.num_layers} layers in {layout}: use 1F1B with as many layers in every stage.")
     if layout.tp > shape.num_kv_heads:
@@ -181,7 +181,7 @@ def _tensor(shape: Shape, layout: Layout, seq: int, stage: int) -> Iterator[Oper
 
 
 def attention_shape(shape: Shape, layout: Layout, seq: int) -> context.AttentionShape:
-    """What one layer's attention of a rank sees, before its sequence is cut."""
+    """The shape of one layer's attention on a rank, before the sequence is cut."""
     heads, kv_heads = shape.num_heads // layout.tp, shape.num_kv_heads // layout.tp
     return context.AttentionShape(layout.micro_batch, seq, heads, kv_heads, shape.head_dim)
 

@@ -5,7 +5,7 @@ model of a step (`step.assemble`) takes for the program in this repository: floa
 ring per group. `traffic.py` lists its operations, `training/memory.py` its peak.
 
     microbatch of a stage   compute + tensor-, context- and expert-parallel operations (+ gathered weights, ZeRO 3);
-                            experts are asked for equally
+                            all experts are chosen equally often
     pipeline                M microbatches and the bubble; the first crosses every border twice, alone; of the others n
                             at a time are under way, so each adds 1/n of that, or its time on the slowest border
     gradients               one bucket: nothing is reduced before the last gradient is there
@@ -23,22 +23,22 @@ from minillm.predict.planner.traffic import message_bytes, operations, units
 
 @dataclass(frozen=True)
 class Host:
-    """What ranks share that run on one machine's processor.
+    """What ranks on one machine share: its processor.
 
-    layer_s: seconds that a microbatch costs in each layer, forward and backward, however small it is.
-    cores: of the machine; the ranks of one pipeline stage compute at once, those of different stages in turn.
+    layer_s: seconds that a microbatch costs in each layer, forward and backward, however small it is. cores: of the
+    machine; the ranks of one pipeline stage compute at once, those of different stages in turn.
     """
 
     layer_s: float = 0.0
     cores: int | None = None
 
     def crowding(self, layout: Layout) -> float:
-        """How many times longer computing takes."""
+        """How many times longer computing takes because ranks share cores."""
         return max(1.0, layout.world_size / layout.pp / self.cores) if self.cores else 1.0
 
 
 def step(shape: Shape, layout: Layout, cluster: Cluster, seq: int, host: Host) -> Step:
-    """Seconds by cause. cluster: `device.flops` is what a rank reaches that computes alone."""
+    """Seconds by cause. cluster.device.flops is what a rank reaches when it computes alone."""
     stages = [_stage(shape, layout, cluster, seq, stage, host) for stage in range(layout.pp)]
     return max(stages, key=lambda each: each.seconds)
 

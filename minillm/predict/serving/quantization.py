@@ -18,20 +18,21 @@ from collections.abc import Sequence
 
 
 def bits_per_weight(bits: int, group: int, *, scale_bits: float = 16, zero_bits: float = 0) -> float:
-    """Of a weight and its share of what its group keeps. group: weights that share a scale; all inputs of an output, if
-    there is one scale for each. NF4 with double quantization: scale_bits 8 + 32 / 256."""
+    """Bits of a weight with its share of its group's scale and zero point. group: weights that share a scale; with one
+    scale per output, all of its inputs. NF4 with double quantization: scale_bits 8 + 32 / 256."""
     _positive(bits=bits, group=group)
     return bits + (scale_bits + zero_bits) / group
 
 
 def mean_squared_error(step: float) -> float:
-    """Of rounding to a multiple of `step`: Δ² / 12."""
+    """Mean squared error of rounding to a multiple of `step`: Δ² / 12."""
     _positive(step=step)
     return step * step / 12
 
 
 def decode_seconds(weights: float, batch: int, bits: float, flops: float, bandwidth: float) -> float:
-    """At least, of one step of `batch` sequences. weights: how many; flops: FLOP/s; bandwidth: bytes/s of memory."""
+    """Lower bound in seconds of one decode step of `batch` sequences. weights: how many; flops: FLOP/s; bandwidth:
+    bytes/s of memory."""
     _positive(weights=weights, batch=batch, bits=bits, flops=flops, bandwidth=bandwidth)
     return max(weights * bits / 8 / bandwidth, 2 * batch * weights / flops)
 
@@ -42,18 +43,19 @@ def speedup(batch: int, bits: float, bits_before: float, flops: float, bandwidth
 
 
 def batch_of_full_speedup(bits: float, flops: float, bandwidth: float) -> float:
-    """Up to this batch the quantized weights wait for memory, and the speedup is the ratio of the bits."""
+    """The largest batch at which quantized weights are memory-bound, so that the speedup is the ratio of the bits."""
     _positive(bits=bits, flops=flops, bandwidth=bandwidth)
     return bits / 16 * flops / bandwidth
 
 
 def batch_without_speedup(bits_before: float, flops: float, bandwidth: float) -> float:
-    """From this batch on the weights as they were do not wait for memory either: nothing is left to gain."""
+    """The batch from which the original weights are compute-bound as well, so that quantizing gains nothing."""
     return batch_of_full_speedup(bits_before, flops, bandwidth)
 
 
 def low_rank_error(singular_values: Sequence[float], rank: int) -> float:
-    """‖W - W_r‖ of the best matrix of that rank, Frobenius: √ of the sum of squares of the singular values left out."""
+    """‖W - W_r‖ (Frobenius) of the best matrix of that rank: the root of the summed squares of the singular values left
+    out."""
     if not 0 <= rank <= len(singular_values):
         raise ValueError(f"rank {rank} must lie in 0 .. {len(singular_values)}, the number of singular values.")
     left_out = sorted(singular_values, reverse=True)[rank:]

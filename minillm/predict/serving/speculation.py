@@ -4,9 +4,9 @@
     per pass    1 + α + α² + … + α^K = (1 - α^{K+1}) / (1 - α)           those accepted, and one token more
     speedup     (1 - α^{K+1}) / ((1 - α) (cK + 1))                       has a best K, however good the draft
 
-p: the target's distribution, q: the draft's, K: guesses per pass, c: seconds of one draft token / seconds of one pass
-of the target. Leviathan et al. 2023, §3: Corollary 3.6, equation 1, Theorem 3.8.
-That is the speed while all sequences of a batch are going.
+p: the target's distribution, q: the draft's, K: draft tokens per pass, c: seconds of one draft token / seconds of one
+pass of the target. Leviathan et al. 2023, §3: Corollary 3.6, equation 1, Theorem 3.8. The speedup holds while no
+sequence of the batch has ended.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def tokens_per_pass(alpha: float | Sequence[float], k: int | None = None) -> flo
 
 
 def speedup(alpha: float | Sequence[float], c: float, k: int | None = None, *, verify: float = 1.0) -> float:
-    """Plain seconds per token / speculative ones. verify: seconds of a pass over K + 1 tokens / over one token; 1 while
-    reading the weights is what takes the time."""
+    """Seconds per token without speculation / with it. verify: seconds of a pass over K + 1 tokens / over one token; 1
+    while reading the weights is what takes the time."""
     places = _places(alpha, k)
     if c < 0 or verify <= 0:
         raise ValueError(f"c {c} must be at least 0 and verify {verify} above 0: they are ratios of seconds.")
@@ -45,7 +45,7 @@ def best_k(alpha: float, c: float, most: int = 64) -> int:
 def _places(alpha: float | Sequence[float], k: int | None) -> list[float]:
     if isinstance(alpha, int | float):
         if k is None:
-            raise ValueError(f"alpha {alpha} is one number: say k, how many guesses, too.")
+            raise ValueError(f"alpha {alpha} is one number: give k, the number of draft tokens, as well.")
         places = [float(alpha)] * k
     else:
         places = [float(each) for each in alpha]

@@ -41,17 +41,18 @@ class AttentionShape:
 
     @property
     def exact(self) -> int:
-        """Bytes of an element of what is added up: float32 at least."""
+        """Bytes per element of accumulated values: float32 or wider."""
         return max(4, self.itemsize)
 
     def block_bytes(self, world_size: int) -> int:
-        """K and V of one rank's positions."""
+        """Bytes of K and V of one rank's positions."""
         return 2 * self.batch * self.kv_heads * (self.seq // world_size) * self.head_dim * self.itemsize
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one rank and layer. bytes: sent; calls: operations, as the ledger counts them; messages: point to point."""
+    """What one rank sends in one layer. bytes: sent; calls: operations, as the ledger counts them; messages: point to
+    point."""
 
     bytes: int = 0
     calls: int = 0
@@ -189,8 +190,8 @@ def _inside(shape: AttentionShape, ranks: int) -> AttentionShape:
 
 
 def saved_bytes(variant: str, shape: AttentionShape, world_size: int, node: int = 2) -> int:
-    """What attention keeps of a layer for backward, on each rank: q, k, v, output and log-sum-exp, of its own positions
-    or heads; gather keeps K and V of the whole sequence."""
+    """Bytes that each rank keeps of a layer's attention for backward: q, k, v, output and log-sum-exp, of its own
+    positions or heads; gather keeps K and V of the whole sequence."""
     check_variant(variant, shape, world_size, node)
     part, kv_heads = shape.seq // world_size, shape.kv_heads
     if variant in ("ulysses", "hybrid"):
@@ -201,8 +202,9 @@ def saved_bytes(variant: str, shape: AttentionShape, world_size: int, node: int 
 
 
 def buffer_bytes(variant: str, shape: AttentionShape, world_size: int, node: int = 2) -> int:
-    """K and V that a rank holds besides at the fullest moment of forward: a ring the block at hand and the one that
-    arrives; gather all blocks as they arrive and in the order of the sequence; Ulysses what it sends and receives."""
+    """Bytes of K and V that a rank holds in addition at the fullest moment of forward. A ring holds the block in use
+    and the one that arrives; gather holds all blocks as they arrive and again in the order of the sequence; Ulysses
+    holds what it sends and receives."""
     check_variant(variant, shape, world_size, node)
     block = shape.block_bytes(world_size)
     if variant == "gather":
@@ -220,8 +222,8 @@ def buffer_bytes(variant: str, shape: AttentionShape, world_size: int, node: int
 def ring_seconds(compute: Sequence[Sequence[float]], link: float, *, overlap: bool = True) -> float:
     """Seconds until every rank is done with a forward ring. compute[rank][step]; link: seconds of a block on its way.
 
-    A rank begins to pass a block on when it begins to work on it, and begins the next step when it has done this one
-    and the next block is there. With equal steps: N - 1 times max(compute, link), and the last block's work.
+    A rank sends a block on as soon as it begins to work on it, and begins the next step when this one is done and the
+    next block has arrived. With equal steps: N - 1 times max(compute, link), and the last block's work.
     """
     ranks = len(compute)
     begins = [0.0] * ranks

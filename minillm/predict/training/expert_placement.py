@@ -87,7 +87,8 @@ def replicated(
 
 @dataclass(frozen=True)
 class Simulated:
-    """Of an assignment that was made once and then met other loads. imbalance: max / mean of rank loads, per step."""
+    """What a fixed assignment costs under loads that it was not made for. imbalance: max / mean of rank loads, per
+    step."""
 
     imbalance: tuple[float, ...]
 
@@ -98,7 +99,7 @@ class Simulated:
 
 
 def simulate(steps: Sequence[Sequence[float]], assignment: Assignment) -> Simulated:
-    """steps: the experts' loads in each step. What the fullest rank costs, were a layer's time its rows alone."""
+    """steps: the experts' loads in each step. The imbalance in each, if a layer's time is that of its rows alone."""
     return Simulated(tuple(imbalance(assignment.rank_loads(loads)) for loads in steps))
 
 

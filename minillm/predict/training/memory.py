@@ -107,8 +107,8 @@ def rank_step(
 ) -> StepMemory:
     """One step of a rank of a pipeline stage, in float32.
 
-    arrived: rows of a microbatch that its experts get in each of its layers; None: as many as if all experts were asked
-    for equally. Raises ValueError for a layout that `traffic.check` refuses.
+    arrived: rows of a microbatch that its experts get in each of its layers; None: as many as if all experts were
+    chosen equally often. Raises ValueError for a layout that `traffic.check` refuses.
     """
     return _Stage(shape, layout, seq, stage, arrived, RECIPES["fp32"]).step()
 

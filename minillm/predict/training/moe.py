@@ -22,7 +22,8 @@ ALL_TO_ALLS = {"forward": 2, "backward": 2}  # per layer: rows go to their exper
 
 
 def all_to_all_bytes(tokens: int, top_k: int, hidden: int, itemsize: int, world_size: int) -> float:
-    """What a rank of `tokens` tokens sends in one all-to-all when experts are asked for equally: T·k·h·b·(N-1)/N."""
+    """Bytes that a rank of `tokens` tokens sends in one all-to-all if all experts are chosen equally often:
+    T·k·h·b·(N-1)/N."""
     return tokens * top_k * hidden * itemsize * (world_size - 1) / world_size
 
 
@@ -62,7 +63,7 @@ def layer_seconds(loads: Sequence[float], seconds_per_row: float, all_to_all_s: 
 
 @dataclass(frozen=True)
 class RankState:
-    """Bytes on one rank between backward and step, whatever pads ZeRO's shards apart."""
+    """Bytes on one rank between backward and optimizer step, without the padding of ZeRO's shards."""
 
     parameter: float
     gradient: float
@@ -118,7 +119,7 @@ def expected_dropped_share(tokens: int, top_k: int, experts: int, factor: float)
 
 
 def nodes_reached(experts: int, top_k: int, nodes: int) -> float:
-    """Nodes among which a token's k experts lie, on average, if they are drawn at random from all E."""
+    """Nodes over which a token's k experts are spread, on average, if they are drawn at random from all E."""
     if nodes < 1 or experts % nodes:
         raise ValueError(f"{experts} experts do not divide over {nodes} nodes: use a divisor of them.")
     elsewhere = experts - experts // nodes

@@ -148,7 +148,8 @@ def weight_versions(stages: int, stage: int) -> int:
 
 
 def staleness(stages: int, stage: int) -> int:
-    """Updates that the weights a microbatch meets at stage s are late in PipeDream: n-1-s. Synchronous ones: 0."""
+    """How many updates late, in PipeDream, the weights are that a microbatch meets at stage s: n-1-s. Synchronous
+    schedules: 0."""
     return weight_versions(stages, stage) - 1
 
 
@@ -158,7 +159,7 @@ def staleness(stages: int, stage: int) -> int:
 def sends(stages: int, microbatches: int, chunks: int = 1) -> int:
     """Messages of all ranks per step: 2M(nv-1), one activation and one gradient across each border of two chunks.
 
-    With one stage there is nobody to send to. ZB-V: 4M(n-1), since its turning point needs no message.
+    A single stage sends nothing. ZB-V: 4M(n-1), since its turning point needs no message.
     """
     _check(stages=stages, microbatches=microbatches, chunks=chunks)
     return 2 * microbatches * (stages * chunks - 1) if stages > 1 else 0

@@ -35,7 +35,7 @@ def gradient_bytes(num_bytes: float, world_size: int) -> float:
 
 def bucket_sizes(tensor_sizes: Iterable[int], cap: float, first_cap: float | None = None) -> list[int]:
     """Sizes of the buckets for tensors in the order in which their gradients become ready: the tensor that fills a
-    bucket closes it, so that it holds at least its cap (all sizes in one unit; torch's DDP packs likewise)."""
+    bucket closes it, so a bucket holds at least its cap, as in torch's DDP. All sizes are in the same unit."""
     if not cap > 0 or (first_cap is not None and not first_cap > 0):
         raise ValueError(f"cap {cap} and first_cap {first_cap} must be above 0")
     buckets, filling, limit = [], 0, first_cap or cap
@@ -75,8 +75,8 @@ def top_k(elements: Iterable[int], share: float, itemsize: int, world_size: int)
 
 
 def power_sgd(shapes: Iterable[Sequence[tuple[int, ...]]], rank: int, itemsize: int, world_size: int) -> Cost:
-    """shapes: of the parameters in each bucket. All-reduce of every P [n, rank] and of what goes whole, then of every
-    Q [m, rank]: r(n+m) instead of nm elements for a matrix [n, m] (Vogels et al. 2019)."""
+    """shapes: of the parameters in each bucket. All-reduce of every P [n, rank] and of uncompressed parameters, then of
+    every Q [m, rank]: r(n+m) instead of nm elements for a matrix [n, m] (Vogels et al. 2019)."""
     total = _sum((), world_size)
     for bucket in shapes:
         first, second = 0, 0
@@ -173,7 +173,7 @@ class Zero:
 
     @property
     def peak(self) -> int:
-        """Model states at their fullest moment."""
+        """Bytes of model states at their fullest moment."""
         return self.parameter + self.gradient_peak + self.optimizer
 
     @property
@@ -220,7 +220,7 @@ def fully_shard_traffic(
     reduce_itemsize: int | None = None,
     microbatches: int = 1,
 ) -> FullyShardTraffic:
-    """Traffic of a step. Accumulation does not save any: every microbatch gathers twice and reduces once."""
+    """Traffic of a step. Accumulation saves none of it: every microbatch gathers twice and reduces once."""
     units = [padded(elements, world_size) for elements in (*blocks, rest)]
     per_element = 2 * itemsize + (reduce_itemsize or itemsize)
     sent = sum(units) * per_element * (world_size - 1) // world_size

@@ -46,13 +46,13 @@ class Call:
 
 
 def layer_bytes(batch: int, seq: int, hidden: int, itemsize: int, world_size: int) -> float:
-    """What a rank sends per layer and microbatch: 4 · 2(t-1)/t · B·S·H·b, with sequence parallelism too."""
+    """Bytes that a rank sends per layer and microbatch: 4 · 2(t-1)/t · B·S·H·b, also with sequence parallelism."""
     return 4 * 2 * (world_size - 1) / world_size * batch * seq * hidden * itemsize
 
 
 def unpaired_bytes(batch: int, seq: int, intermediate: int, itemsize: int, world_size: int) -> float:
-    """What a rank sends more per MLP and forward pass if the column layer's outputs are gathered instead of read by a
-    row layer as they are: (t-1)/t · B·S·F·b."""
+    """Bytes that a rank sends in addition, per MLP and forward pass, if the column layer's outputs are gathered instead
+    of read by a row layer as they are: (t-1)/t · B·S·F·b."""
     return (world_size - 1) / world_size * batch * seq * intermediate * itemsize
 
 
@@ -69,7 +69,8 @@ def microbatch(
     """Every collective of one forward and backward pass of `tensor_parallel`'s Transformer with its loss.
 
     itemsize: of activations; the loss works in 4 bytes or more. chunk: see `loss_chunk`; None: all tokens at once.
-    regather: see `regions.Region`. Nothing is frozen. Experts drop nothing; with ep, their rows are the mean of ranks.
+    regather: see `regions.Region`. No parameter is frozen. Experts are dropless; with ep, their rows are the mean over
+    ranks.
     """
     table, mixtures = batch * seq * shape.hidden_size, _mixtures(shape)
     regions = 2 * shape.num_layers - mixtures
@@ -84,8 +85,11 @@ def microbatch(
 
 
 def loss_chunk(tokens: int, hidden_size: int, words: int) -> int:
-    """Tokens whose logits, `words` of a rank for each, the loss holds at once: no more numbers than the hidden states
-    of all `tokens`, but those of at least 512 tokens. So about words / H chunks, however many tokens there are."""
+    """Number of tokens whose logits the loss holds at once. words: logits of one token on this rank.
+
+    The logits take no more numbers than the hidden states of all `tokens`, but are never cut below 512 tokens. That
+    makes about words / H chunks, however many tokens there are.
+    """
     return max(CHUNK, tokens * hidden_size // words)
 
 
@@ -134,17 +138,18 @@ def cost(calls: Iterable[Call], world_size: int) -> Cost:
 
 
 def loss_bytes_per_token(world_size: int, itemsize: int = 4) -> float:
-    """Three numbers to agree on, the maximum, the sum and the target's logit: 3 · 2(t-1)/t · b."""
+    """Bytes that a rank sends per token for the maximum, the sum and the target's logit: 3 · 2(t-1)/t · b."""
     return 3 * 2 * (world_size - 1) / world_size * itemsize
 
 
 def gathered_logits_bytes_per_token(vocab_size: int, world_size: int, itemsize: int = 4) -> float:
-    """What a rank sends to give everyone all logits instead: (t-1)/t · V · b."""
+    """Bytes that a rank sends per token to give every rank all logits instead: (t-1)/t · V · b."""
     return (world_size - 1) / world_size * vocab_size * itemsize
 
 
 def expert_parameters(shape: Shape, world_size: int = 1, ep: int = 1) -> int:
-    """Numbers of routed experts that one rank holds, in all layers: of 1/ep of the experts, columns / t."""
+    """Parameters of routed experts that one rank holds, over all layers: 1/ep of the experts, and 1/t of each one's
+    columns."""
     if shape.moe is None:
         return 0
     each = 3 * shape.hidden_size * -(-shape.moe.intermediate_size // world_size)
@@ -152,8 +157,8 @@ def expert_parameters(shape: Shape, world_size: int = 1, ep: int = 1) -> int:
 
 
 def parameters(shape: Shape, world_size: int, ep: int = 1) -> int:
-    """Numbers that one rank holds, the same on every rank: matrices / t, padding and copies of kv heads included,
-    norms and routers whole, and of routed experts its `expert_parameters`."""
+    """Parameters that one rank holds, equally many on every rank: matrices / t, padding and copies of kv heads
+    included, norms and routers whole, and of routed experts its `expert_parameters`."""
     t, h = world_size, shape.hidden_size
     q, kv, f = local_widths(shape, t)
     attention = (h + shape.qkv_bias) * (q + 2 * kv) + q * h

@@ -1,4 +1,4 @@
-"""What is done while training goes on: one thing after another, in a thread of its own."""
+"""A thread in which saves are written while training goes on, one after the other."""
 
 import threading
 import weakref
@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 
 class Background:
-    """A thread that stays for the next save: to start one costs training a switch to it. It ends with its owner."""
+    """A thread that stays for the next save, since starting one makes training wait. It ends with its owner."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
@@ -15,7 +15,7 @@ class Background:
         weakref.finalize(self, self._queue.put, None)
 
     def begin(self, write: Callable[[], None]) -> threading.Event:
-        """Set when `write` is over."""
+        """Starts `write` in the thread. Returns an event that is set once it has ended."""
         done = threading.Event()
         self._queue.put((write, done))
         return done

@@ -10,8 +10,8 @@ import torch
 
 
 def generator_states(device: torch.device) -> Callable[[], dict[str, Any]]:
-    """Of Python's, numpy's and torch's generators on this rank, and of its device's if that is a GPU: taken now, made
-    text when called."""
+    """Captures the states of this rank's Python, numpy, torch and, on a GPU, device generators. The returned function
+    makes them text."""
     (version, internal, gauss), (kind, keys, *rest) = random.getstate(), np.random.get_state()
     host = torch.get_rng_state()
     own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

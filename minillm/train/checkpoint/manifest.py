@@ -29,7 +29,7 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class SavedPart:
-    """Of a tensor: nbytes from `offset` on in the file of `rank`: the runs of `placement`, one after the other."""
+    """Part of a tensor: nbytes from `offset` in the file of `rank`, the runs of `placement` one after the other."""
 
     rank: int
     offset: int
@@ -82,7 +82,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(self.files)
 
     def to_text(self) -> str:
@@ -92,8 +92,8 @@ class Manifest:
 
     @classmethod
     def of(cls, name: str, notes: Sequence[dict[str, Any]], tokenizer: str | None) -> "Manifest":
-        """For the folder of this name, of what each rank has noted: the parts in its file, the trainer's progress, the
-        optimizer's numbers, its generators."""
+        """The manifest of a folder of this name, from what each rank has noted (the parts in its file), the trainer's
+        progress, the optimizer's numbers, and each rank's generators."""
         tensors: dict[str, SavedTensor] = {}
         files = []
         for note in notes:
@@ -119,8 +119,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Of the checkpoint in `folder`. Damaged if it is not what was written, with its name; OSError if nobody can
-        tell."""
+        """The manifest in `folder`. Raises Damaged if it is not what was written, OSError if that cannot be told."""
         path = folder / FILE
         try:
             return cls.from_text(path.read_text(encoding="utf-8"), folder.name)
@@ -131,7 +130,7 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str, name: str) -> "Manifest":
-        """The inverse of `to_text`, of a folder of this name; all kinds of errors for another text."""
+        """The inverse of `to_text`, for a folder of this name. Raises errors of all kinds for any other text."""
         raw = json.loads(text)
         signature, kind = raw.pop("sha256"), raw.pop("format")
         if kind != FORMAT:
@@ -144,14 +143,14 @@ class Manifest:
         return cls(**raw | {"files": tuple(raw["files"]), "tensors": tensors})
 
     def check_whole(self) -> None:
-        """Damaged names a tensor of which a part is missing, or saved twice."""
+        """Raises Damaged, which names the tensor, if a part of one is missing or was saved twice."""
         for name, tensor in self.tensors.items():
             saved, nbytes = sum(part.nbytes for part in tensor.parts), tensor.shape.numel() * tensor.dtype.itemsize
             if saved != nbytes:
                 raise Damaged(f"of {name} the ranks hold {saved} of {nbytes} bytes")
 
     def check_files(self, folder: Path) -> None:
-        """Damaged names a file that is missing or of another length."""
+        """Raises Damaged, which names the file, if one is missing or has another length."""
         for rank, nbytes in enumerate(self.files):
             path = file_of(folder, rank)
             if not path.is_file():

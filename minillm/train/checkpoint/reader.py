@@ -134,13 +134,14 @@ class Files:
         self._open = {}
 
     def manifest(self) -> Manifest:
-        """Damaged if it, or a file, is not what was written, as far as can be told before reading."""
+        """The manifest. Raises Damaged if it or a file is not what was written, as far as can be told now."""
         manifest = Manifest.read(self.folder)
         manifest.check_files(self.folder)
         return manifest
 
     def read(self, name: str, placement: Placement, manifest: Manifest) -> Tensor:
-        """This rank's part of a tensor, padding zero. Damaged if the files end before it, or have not all of it."""
+        """This rank's part of a tensor, with padding zero. Raises Damaged if the files end before it or lack some of
+        it."""
         saved, mine = manifest.tensors[name], runs_of(placement)
         make = torch.empty if mine.numel == placement.part_shape.numel() else torch.zeros
         part = make(placement.part_shape, dtype=saved.dtype)
@@ -184,7 +185,7 @@ class Files:
 
     def sums(self, to_check: Mapping[str, tuple[int, int]]) -> Sums:
         """What the pieces that were read contribute to the checksums of the saved parts. to_check: by tensor, (i, k):
-        of the i-th of k equal shares of its pieces alone."""
+        only the i-th of k equal shares of its pieces is summed."""
         pieces = [(name, piece) for name, share in to_check.items() for piece in _share(self._pieces[name], *share)]
         after = np.array([after for _, (*_, after) in pieces], dtype=np.uint64)
         checksums = np.array([crc32(data) for _, (_, data, _) in pieces], dtype=np.uint32)

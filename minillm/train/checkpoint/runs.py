@@ -27,7 +27,7 @@ class Runs:
 
     @property
     def numel(self) -> int:
-        """Elements in all runs: of the part, without padding."""
+        """Elements in all runs: those of the part, without padding."""
         return int(self.length.sum())
 
     @property
@@ -37,7 +37,7 @@ class Runs:
 
 
 def runs_of(placement: Placement) -> Runs:
-    """Of what this rank holds."""
+    """The runs of what this rank holds."""
     shape, found = placement.shape, _runs([0], [0], [placement.shape.numel()])
     for part in placement.parts:
         cut = _cut(part, shape)

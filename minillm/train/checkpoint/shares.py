@@ -39,8 +39,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank writes of a tensor, whatever its numbers. cut: of the part that it holds, None for all of it;
-    runs: of `placement`, None where it has no padding to leave out."""
+    """What this rank writes of a tensor, whatever its values. cut: which of the part that it holds, None for all of it;
+    runs: those of `placement`, None where there is no padding to leave out."""
 
     name: str
     placement: Placement
@@ -48,7 +48,7 @@ class Share:
     runs: Runs | None
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A view of this rank's part, but where padding is left out."""
+        """This rank's share of its part, as a view unless padding is left out."""
         part = tensors[self.name]
         if self.cut:
             part = part.reshape(-1).narrow(0, self.cut.start, self.cut.stop - self.cut.start)
@@ -63,7 +63,7 @@ def catalogue_of(placements: Mapping[str, Placement]) -> Catalogue:
 
 
 def shares_of(catalogues: Sequence[Catalogue], rank: int) -> list[Share]:
-    """catalogues: of all ranks. What of all that this rank has is its to write."""
+    """What this rank writes of the tensors that it holds. catalogues: of all ranks."""
     found, written = [], [0] * len(catalogues)  # elements by rank
     parts = [
         (placement.part_shape.numel(), name, placement, ranks)
@@ -88,8 +88,8 @@ def _share(name: str, placement: Placement, cut: FlatShard | None) -> list[Share
 
 
 def holders(catalogues: Sequence[Catalogue]) -> dict[Owned, list[int]]:
-    """By part, the ranks that have it. Where copies of a tensor are cut in different ways, only the parts of the copy
-    that counts: the ends of a pipeline shard a tied embedding each for itself."""
+    """For each part, the ranks that hold it. Where copies of a tensor are cut differently, only the parts of the copy
+    that counts: both ends of a pipeline shard a tied embedding, each in its own way."""
     counted = {owned for theirs in catalogues for owned, is_counted in theirs if is_counted}
     found: dict[Owned, list[int]] = {}
     for rank, theirs in enumerate(catalogues):
@@ -100,8 +100,7 @@ def holders(catalogues: Sequence[Catalogue]) -> dict[Owned, list[int]]:
 
 
 def write_parts(path: Path, rank: int, pieces: Sequence[Piece]) -> list[list[Any]]:
-    """The rank's file, on the disk when this returns; name, dtype and `SavedPart` of each piece, as a manifest has
-    them."""
+    """Writes the rank's file to the disk. Returns name, dtype and `SavedPart` of each piece, as in a manifest."""
     found, offset = [], 0
     with path.open("wb") as file:
         for piece in pieces:

@@ -44,8 +44,8 @@ POLL_S = 0.002
 
 @dataclass(frozen=True)
 class SaveStats:
-    """Of this rank's last save. stall_s: for how long training waited, of which copy_s for copying to host memory and
-    wait_s for the save before."""
+    """Seconds of this rank's last save. stall_s: how long training waited, of which copy_s for the copy to host memory
+    and wait_s for the previous save."""
 
     nbytes: int
     stall_s: float
@@ -93,8 +93,8 @@ class Checkpointer:
 
     @torch.no_grad()
     def save(self, trainer: Trainer) -> None:
-        """Every rank calls it. OSError if the disk refuses, or had refused the save before this one: the checkpoints
-        that were there are untouched."""
+        """Saves the trainer's state; every rank calls it. Raises OSError if the disk refuses, or refused the previous
+        save: the checkpoints that were there are untouched."""
         start = time.perf_counter()
         self.finish()
         waited = time.perf_counter() - start

@@ -28,7 +28,8 @@ class DoesNotDivide(ValueError):
 
 
 def accumulate_for(windows: int, batch_size: int, dp: int) -> int:
-    """Microbatches of each of `dp` ranks for a step of `windows`. DoesNotDivide if that is no whole number."""
+    """How many microbatches each of `dp` ranks computes for a step of `windows`. Raises DoesNotDivide if that is not a
+    whole number."""
     accumulate, rest = divmod(windows, dp * batch_size)
     if rest or accumulate == 0:
         possible = ", ".join(map(str, possible_ranks(windows, batch_size)))

@@ -43,7 +43,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The goodput: useful seconds of all; 0 before there are any."""
+        """The goodput: useful seconds as a share of all; 0 before there are any."""
         return self.useful / self.total if self.total else 0.0
 
     def to_json(self) -> dict[str, float]:
@@ -57,10 +57,10 @@ class Goodput:
 
 
 class TimeLog:
-    """Notes what this attempt does, from `steps_done` on.
+    """Notes what this attempt does, from step `steps_done` on.
 
-    is_restart: an agent of torchrun has started it, perhaps again. clock, since: seconds since the epoch, comparable
-    across attempts, now and when that agent began.
+    is_restart: an agent of torchrun has started this attempt, perhaps again. clock, since: seconds since the epoch,
+    comparable across attempts: now, and when that agent began.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class TimeLog:
         self._note("begin", steps_done, **({"agent_began": since()} if is_restart else {}))
 
     def step(self, step: int, seconds: float, back_to: int | None = None) -> None:
-        """A step that took `seconds`; back_to: where a rollback has gone."""
+        """Notes a step that took `seconds`. back_to: the step that a rollback has gone back to."""
         self._note("step", step, seconds, **({} if back_to is None else {"back_to": back_to}))
 
     @contextmanager
     def timing(self, event: str, step: int) -> Iterator[None]:
-        """Around a "save" or a "validate"."""
+        """A context that times a "save" or a "validate"."""
         begin = self._clock()
         yield
         self._note(event, step, self._clock() - begin)
@@ -104,7 +104,8 @@ class TimeLog:
 
 
 def read_goodput(folder: Path) -> Goodput | None:
-    """Of the run in `folder`; None if it has noted nothing. ValueError if the file holds something else."""
+    """The goodput of the run in `folder`; None if it has noted nothing. Raises ValueError if the file holds something
+    else."""
     path = folder / FILE
     if not path.exists():
         return None

@@ -133,7 +133,7 @@ class Watcher:
         return Health.SLOW if rank in slow else Health.HEALTHY
 
     def sentence(self, rank: int, health: Health, now: float) -> str:
-        """One sentence for a person: the health of the rank, and the evidence."""
+        """The health of the rank and the evidence, as one sentence."""
         beat, quiet_s = self._beats[rank], now - self._beaten_at[rank]
         who, where = f"rank {rank} is {health.value}", f"process {beat.pid} on {beat.host}"
         if health is Health.DEAD:
@@ -187,12 +187,12 @@ class Heart:
             self.folder.rmdir()  # of the last one
 
     def tick(self) -> None:
-        """The rank has made progress."""
+        """Notes that the rank has made progress."""
         self.progress += 1
 
     @contextlib.contextmanager
     def long_work(self) -> Iterator[None]:
-        """Around a save or a validation, which may take any time without a step."""
+        """A context for a save or a validation, which may take any time without a step."""
         self._pauses += 1
         yield
         self._pauses -= 1
@@ -296,7 +296,7 @@ class HealthMonitor:
 
     @contextlib.contextmanager
     def long_work(self) -> Iterator[None]:
-        """Around a save or a validation, which may take any time without a step."""
+        """A context for a save or a validation, which may take any time without a step."""
         with self._heart.long_work() if self._heart else contextlib.nullcontext():
             yield
 

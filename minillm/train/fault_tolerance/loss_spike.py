@@ -102,7 +102,7 @@ class LossSpikeGuard:
         return {"recent": list(self.recent), "skipped": [list(each) for each in self.skipped]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Snapshots taken before are of other weights."""
+        """Restores recent losses and `skipped`; drops snapshots, which are of other weights."""
         self._snapshot, self._position, self.failures = None, 0, 0
         self.recent = deque(state["recent"], maxlen=RECENT)
         self.skipped = [(begin, end) for begin, end in state["skipped"]]

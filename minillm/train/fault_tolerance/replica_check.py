@@ -55,7 +55,7 @@ def hash_tensor(x: Tensor) -> Tensor:
 
 
 def hashes(named: Iterable[tuple[Hashable, Tensor]]) -> dict[Hashable, int]:
-    """By name; the host waits for the device once."""
+    """The hashes by name. The host waits for the device once."""
     found = {name: hash_tensor(tensor) for name, tensor in named}
     return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 

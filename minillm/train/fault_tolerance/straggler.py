@@ -51,7 +51,7 @@ class StragglerDetector:
         self._steps: list[deque[Sequence[float]]] = [deque(maxlen=window) for _ in range(world_size)]
 
     def add(self, rank: int, phases: Sequence[float]) -> None:
-        """The seconds of rank's own work in one step, by `PHASES`."""
+        """Records the seconds of a rank's own work in one step, by `PHASES`."""
         self._steps[rank].append(phases)
 
     def stragglers(self) -> list[Straggler]:

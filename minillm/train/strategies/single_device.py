@@ -36,7 +36,7 @@ class Microbatch(NamedTuple):
 
 
 def quietly(name: str) -> contextlib.AbstractContextManager:
-    """Around "forward" and "backward" where nobody measures them."""
+    """A context for "forward" and "backward" that measures nothing."""
     return contextlib.nullcontext()
 
 
@@ -92,7 +92,7 @@ class SingleDevice:
         return model
 
     def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> Updater:
-        """What moves the parameters of `wrap`'s module, or the shards of them that this rank owns."""
+        """The object that steps the parameters of `wrap`'s module, or the shards of them that this rank owns."""
         self.stepped = Updater(self.model.named_parameters(), make, master, self.weight_placements)
         return self.stepped
 
@@ -101,8 +101,9 @@ class SingleDevice:
         return None
 
     def loss_divisor(self, weight: Tensor) -> Tensor:
-        """By what this rank divides its sum of losses; `weight`: its tokens of the whole step, all microbatches.
-        A strategy that averages gradients answers Σ weight / averaged_over: the average is over tokens, not ranks."""
+        """The number that this rank divides its sum of losses by; `weight`: its tokens of the whole step, all
+        microbatches. A strategy that averages gradients returns Σ weight / averaged_over: the average is over tokens,
+        not ranks."""
         return self.sum(weight) / self.averaged_over
 
     def forward_backward(
@@ -133,7 +134,8 @@ class SingleDevice:
 
     @contextlib.contextmanager
     def within(self, documents: Tensor | None) -> Iterator[None]:
-        """Around a forward pass without gradients: tokens see their own document only. documents: as a microbatch's."""
+        """A context for a forward pass without gradients, in which tokens see their own document only. documents: as a
+        microbatch's."""
         attention = self.model.attention if documents is not None else None
         if attention is not None:
             self.model.attention = functools.partial(attention, segments=documents)
@@ -144,7 +146,7 @@ class SingleDevice:
                 self.model.attention = attention
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
-        """Around one microbatch: communicate only in the last one (`no_sync` in the others)."""
+        """A context for one microbatch: only the last one communicates (`no_sync` in the others)."""
         return contextlib.nullcontext()
 
     def finish_backward(self) -> None:
@@ -159,7 +161,7 @@ class SingleDevice:
         return value
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """The least of each value over all ranks, whose hosts wait for it: whether to go on, and how far."""
+        """The least of each value over all ranks; their hosts wait for it. Decides whether to go on, and how far."""
         if self.group is None:
             return list(values)
         mine = torch.tensor(values, dtype=torch.int64, device=self.group.device)
@@ -179,11 +181,11 @@ class SingleDevice:
 
     @property
     def names(self) -> list[str]:
-        """Of the whole model's parameters, in its order."""
+        """Names of the whole model's parameters, in its order."""
         return list(self.parts())
 
     def parts(self) -> dict[str, nn.Parameter]:
-        """By name, what this rank has of the weights; no communication."""
+        """What this rank holds of the weights, by name; no communication."""
         return self._parameters
 
     @functools.cached_property
@@ -197,7 +199,7 @@ class SingleDevice:
         return {name: Placement(part.shape, (here,)) for name, part in self.parts().items()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Those that a checkpoint has, the same on all ranks that have them: the balance biases of routers."""
+        """The buffers that a checkpoint has, the same on all ranks that have them: the balance biases of routers."""
         return {name: self.model.get_buffer(name) for name in self._buffer_names}
 
     @functools.cached_property
@@ -207,7 +209,7 @@ class SingleDevice:
 
     @property
     def buffer_placements(self) -> Mapping[str, Placement]:
-        """One rank of all counts each."""
+        """Placements of the buffers: one of all ranks counts each."""
         here = Replicate(self.group.rank if self.group else 0)
         return {name: Placement(buffer.shape, (here,)) for name, buffer in self.buffers().items()}
 

@@ -5,7 +5,7 @@ import torch
 from matplotlib.figure import Figure
 
 from course.kit.interact import render
-from course.lab03_data_parallel import experiments, formulas, receipts, replicas
+from course.lab03_data_parallel import experiments, formulas, rank_programs, receipts
 from course.lab03_data_parallel import experiments_overlap as clock
 from course.lab03_data_parallel import experiments_production as production
 from course.lab03_data_parallel import figures as pictures
@@ -37,7 +37,7 @@ def test_every_form_reduces_every_block_and_naive_only_after_backward():
 
 
 def test_case_is_the_same_for_everybody_who_knows_its_seed():
-    case = replicas.TrainingCase(world_size=2, batch=3, seed=7)
+    case = rank_programs.TrainingCase(world_size=2, batch=3, seed=7)
     whole, shards = case.data(1)[0], [case.data(1, rank)[0] for rank in range(2)]
     assert torch.equal(whole, torch.cat(shards))
     flipped, straight = case.model(flip=True), case.model()
@@ -60,8 +60,8 @@ def test_wrong_gradients_are_told_apart():
         "is gone": None,
     }
     for words, found in said.items():
-        assert words in replicas.say_gradient(found, right, owns, 0)
-    assert "should be None" in replicas.say_gradient(right, None, {0: None}, 0)
+        assert words in rank_programs.say_gradient(found, right, owns, 0)
+    assert "should be None" in rank_programs.say_gradient(right, None, {0: None}, 0)
 
 
 def test_torch_sampler_repeats_samples_and_order():

@@ -9,7 +9,7 @@ from course.lab05_tensor_parallel import experiments_breaks as breaks
 from course.lab05_tensor_parallel import experiments_links as links
 from course.lab05_tensor_parallel import experiments_torch as peers
 from course.lab05_tensor_parallel import figures as pictures
-from course.lab05_tensor_parallel import splitting, splitting_order
+from course.lab05_tensor_parallel import rank_programs, rank_programs_order
 from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Setup
 from minillm.comm import launch
 from minillm.model.attention import sdpa
@@ -72,9 +72,9 @@ def test_the_models_by_hand_are_the_models():
         right = sdpa(rotate(heads[0], *rotation), rotate(heads[1], *rotation), heads[2])
         assert torch.allclose(steps.attend(q, k, v)[rows], right[0].transpose(0, 1).flatten(1), atol=1e-6)
     x, weight = torch.randn(3, 8), torch.randn(8)
-    assert torch.allclose(splitting_order.normalise(x, weight), F.rms_norm(x, (8,), weight, 1e-5), atol=1e-6)
-    layer = splitting.draw_attention(4, 2, 2)
-    assert splitting.whole_attention(layer.x, *layer.weights).shape == layer.x.shape
+    assert torch.allclose(rank_programs_order.normalise(x, weight), F.rms_norm(x, (8,), weight, 1e-5), atol=1e-6)
+    layer = rank_programs.draw_attention(4, 2, 2)
+    assert rank_programs.whole_attention(layer.x, *layer.weights).shape == layer.x.shape
 
 
 @pytest.mark.full

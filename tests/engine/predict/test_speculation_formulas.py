@@ -105,7 +105,7 @@ def test_a_batch_lasts_as_long_as_its_last_sequence():
     ("call", "message"),
     [
         (lambda: acceptance([1.0], [0.5, 0.5]), "p has 1 tokens and q 2"),
-        (lambda: tokens_per_pass(0.5), "say k"),
+        (lambda: tokens_per_pass(0.5), "give k"),
         (lambda: tokens_per_pass(1.2, 3), "must lie in 0 .. 1"),
         (lambda: tokens_per_pass([0.5], 2), "does not fit the 1 places"),
         (lambda: tokens_per_pass(0.5, -1), "k -1 be at least 0"),

@@ -160,7 +160,7 @@ def test_options_that_do_not_go_together(folder, tmp_path, capsys):
         (["--seed", "-1"], "seed -1 must be a whole number of at least 0"),
         (["--seed", str(2**63)], "seed 9223372036854775808 must be below 2**63"),
         (["--speculate", "ngram", "--seed", str(2**63)], "must be below 2**63"),
-        (["--k", "3"], "--k 3 is a number of guesses: say with --speculate NAME who guesses"),
+        (["--k", "3"], "--k 3 is a number of draft tokens: add --speculate NAME, which proposes them"),
     ],
 )
 def test_what_one_prompt_cannot_have(folder, capsys, options, message):

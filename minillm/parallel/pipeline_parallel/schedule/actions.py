@@ -95,7 +95,7 @@ class Edge(NamedTuple):
         return self.target.action.kind != "F"
 
     def partner(self, rank: int) -> int:
-        """The other one of the two ranks."""
+        """The other of the two ranks."""
         return self.target.rank if self.source.rank == rank else self.source.rank
 
     def __str__(self) -> str:
@@ -186,17 +186,17 @@ class Schedule:
 
 
 def straight(stages: int, chunks: int = 1) -> Route:
-    """Through all ranks, then again for the next chunk: part = chunk * stages + rank."""
+    """A route through all ranks, then again for the next chunk: part = chunk * stages + rank."""
     return tuple(Place(rank, chunk) for chunk in range(chunks) for rank in range(stages))
 
 
 def there_and_back(stages: int) -> Route:
-    """Through all ranks with chunk 0, back through them with chunk 1: the first rank holds both ends of the model."""
+    """A route through all ranks with chunk 0 and back with chunk 1, so the first rank holds both ends of the model."""
     return tuple(Place(rank, 0) for rank in range(stages)) + tuple(Place(rank, 1) for rank in reversed(range(stages)))
 
 
 def stuck(waits_for: dict[int, Edge]) -> ScheduleError:
-    """Why nobody can go on: an action placed before what it needs, or a circle of ranks that wait for each other."""
+    """A sentence that says why no rank can go on: an action stands before what it needs, or ranks wait in a circle."""
     rank, circle = min(waits_for), []
     while rank not in [edge.target.rank for edge in circle]:
         circle.append(edge := waits_for[rank])

@@ -49,7 +49,7 @@ class Durations:
         return value[part] if isinstance(value, Sequence) else value
 
     def checked(self, parts: int) -> Durations:
-        """Itself. ValueError if a list has not one duration per part, or a duration is negative."""
+        """Returns itself. Raises ValueError if a list has not one duration per part, or if a duration is negative."""
         for kind in ("F", "B", "W", "U", "message"):
             value = getattr(self, kind)
             if isinstance(value, Sequence) and (kind == "message" or len(value) != parts):

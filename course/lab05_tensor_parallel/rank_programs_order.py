@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab05_tensor_parallel.splitting import Layer, Passed, leaf, there_and_back, traffic
+from course.lab05_tensor_parallel.rank_programs import Layer, Passed, leaf, there_and_back, traffic
 from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group

@@ -28,7 +28,7 @@ GROUP_ONLY = {"send", "recv", "exchange"}
 
 
 @dataclass(frozen=True)
-class Run:
+class StageCase:
     """A model cut into stages, its microbatches and targets, and the order in which stages are told to work."""
 
     weights: list[Tensor]  # [WIDTH, WIDTH] of each stage
@@ -86,12 +86,12 @@ class _Token:
     pass
 
 
-def run_stage(group: Group, learner: Callable, cases: Sequence[Run]) -> list[Staged | None]:
+def run_stage(group: Group, learner: Callable, cases: Sequence[StageCase]) -> list[Staged | None]:
     """learner(module, group, like, loss, microbatches), then .forward(m, x) and .backward(m) in each case's order."""
 
     gc.freeze()  # makes looking for what is let go cheap
 
-    def run(case: Run, part: Group) -> Staged:
+    def run(case: StageCase, part: Group) -> Staged:
         module, peak = Part(case.weights[part.rank]), 0
         with measure.ledger() as led:
             stage = learner(module, part, torch.zeros_like(case.inputs[0]), case.loss, len(case.inputs))
@@ -113,7 +113,7 @@ def run_stage(group: Group, learner: Callable, cases: Sequence[Run]) -> list[Sta
     return on_groups(group, cases, run)
 
 
-def in_one_process(case: Run, changed: Callable[[Tensor, int], Tensor] | None = None) -> list[Tensor]:
+def in_one_process(case: StageCase, changed: Callable[[Tensor, int], Tensor] | None = None) -> list[Tensor]:
     """Every stage's gradient of the mean over all microbatches, or of `changed(loss of microbatch m, m)`."""
     weights = [weight.clone().requires_grad_() for weight in case.weights]
     for m, x in enumerate(case.inputs):

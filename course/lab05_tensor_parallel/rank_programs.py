@@ -28,7 +28,7 @@ CLOSE = 1e-9  # relative error that another order of summation can explain in fl
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RankTraffic:
     """What a rank communicated. largest: numbers in the largest tensor it handed to a collective."""
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -44,8 +44,8 @@ class Passed:
     """One rank, forward and backward. results: tensors by name; held: bytes of its weights."""
 
     results: dict[str, Any]
-    forward: Traffic
-    backward: Traffic = field(default_factory=Traffic)
+    forward: RankTraffic
+    backward: RankTraffic = field(default_factory=RankTraffic)
     held: int = 0
 
 
@@ -60,8 +60,8 @@ def try_cases(program: Callable[..., Any], learner: Any, cases: Sequence[Any]) -
         raise
 
 
-def traffic(led: measure.Ledger) -> Traffic:
-    return Traffic(led.calls, led.bytes(), max((math.prod(event.shape) for event in led.events), default=0))
+def traffic(led: measure.Ledger) -> RankTraffic:
+    return RankTraffic(led.calls, led.bytes(), max((math.prod(event.shape) for event in led.events), default=0))
 
 
 def there_and_back(

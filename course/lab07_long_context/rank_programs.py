@@ -45,7 +45,7 @@ class RingRecord:
     attended: tuple[int, ...] = ()
 
 
-class Watched:
+class MessageLog:
     """Notes on one rank which messages are posted and waited for, and when it attends."""
 
     def __init__(self, group: Group) -> None:
@@ -83,7 +83,7 @@ def run_ring(group: Group, learner: Callable, cases: Sequence[RingCase]) -> list
 
 def _ring(group: Group, learner: Callable, case: RingCase) -> RingRecord:
     mine = case.positions[group.rank]
-    watched = Watched(group)
+    watched = MessageLog(group)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, source: int) -> tuple[Tensor, Tensor]:
         watched.attending(source)
