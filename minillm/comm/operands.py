@@ -3,11 +3,12 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minillm.comm.operation import Communicator, Message
+if TYPE_CHECKING:
+    from minillm.comm.group import Group
 
 SCRATCH_BYTES = 2 << 20  # the largest piece of memory that is kept
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
@@ -24,7 +25,7 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def call(x: torch.Tensor, group: Communicator, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    def call(x: torch.Tensor, group: "Group", *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         given = signature.bind(x, group, *args, **kwargs).arguments
         uneven = given.get("out") is not None  # then `out` fixes the sizes
         how = [f"{k}={v}" for k, v in list(given.items())[2:] if k != "out" and v != signature.parameters[k].default]
@@ -55,20 +56,6 @@ def check_splits(
             raise ValueError(f"{what} {list(sizes)} must be the rows, 0 or more, of each of {world_size} ranks")
     if input_splits is not None and sum(input_splits) != len(x):
         raise ValueError(f"input_splits {list(input_splits)} make {sum(input_splits)} rows, but x has {len(x)}")
-
-
-def check_messages(group: Communicator, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
-    """ValueError unless `group` can send and receive these messages."""
-    for what, messages in (("dst", sends), ("src", recvs)):
-        for x, peer in messages:
-            group.check_rank(what, peer)
-            if peer == group.rank:
-                raise ValueError(f"{what}={peer} is this rank itself in group {group.name!r}: copy the tensor instead")
-            if x.device.type != group.device.type:
-                raise ValueError(f"tensor on {x.device} in group {group.name!r} on {group.device}: move it with .to()")
-    for x, src in recvs:
-        if not x.is_contiguous():
-            raise ValueError(f"cannot receive from rank {src} into a non-contiguous {list(x.shape)} tensor")
 
 
 def gather_output(x: torch.Tensor, world_size: int, out: torch.Tensor | None) -> torch.Tensor:
