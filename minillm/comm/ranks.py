@@ -135,6 +135,11 @@ class Ranks:
                 raise ValueError(f"cannot receive from rank {src} into a non-contiguous {list(x.shape)} tensor")
 
 
+def of_all_ranks(group: Ranks | None, value: Any) -> list[Any]:
+    """The (small, picklable) value of every rank of the group; this one alone without a group."""
+    return group.gather_objects(value) if group else [value]
+
+
 def _as_list(messages: Message | Sequence[Message]) -> list[Message]:
     is_one = len(messages) == 2 and isinstance(messages[0], torch.Tensor)
     return [messages] if is_one else list(messages)

@@ -42,15 +42,6 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.array)
 
-    @property
-    def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token, separators counted as tokens."""
-        return self.text_bytes / max(len(self), 1)
-
-    def document_lengths(self) -> np.ndarray:
-        """[documents] tokens of each document, separators not counted."""
-        return np.diff(np.flatnonzero(self.array == self.separator), prepend=-1) - 1
-
     def __reduce__(self):  # sent to another process: by name if there is a file, not by content
         if self.path is not None:
             return read_tokens, (self.path,)
