@@ -3,12 +3,12 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from minillm.comm.group import Group
+from minillm.comm.world import World
 
 SCRATCH_BYTES = 2 << 20  # the largest piece of memory that is kept
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
@@ -19,13 +19,32 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+class Communicator(Protocol):
+    """What algorithms and backends need of a `Group`."""
+
+    rank: int
+    world_size: int
+    ranks: Sequence[int]
+    name: str
+    ordinal: int
+    device: torch.device
+    world: World
+    process_group: dist.ProcessGroup
+    scratch: "Scratch"
+    cuts_messages: bool
+
+    def exchange(self, send: Any = (), recv: Any = ()) -> Any: ...
+    def run(self, op: str, x: torch.Tensor, body: Callable[[], Any], async_op: bool = ...) -> Any: ...
+    def check_rank(self, what: str, rank: int) -> None: ...
+
+
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make the call one operation of its group, with an `async_op` argument. `__wrapped__` is the function itself."""
 
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def call(x: torch.Tensor, group: "Group", *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    def call(x: torch.Tensor, group: Communicator, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         given = signature.bind(x, group, *args, **kwargs).arguments
         uneven = given.get("out") is not None  # then `out` fixes the sizes
         how = [f"{k}={v}" for k, v in list(given.items())[2:] if k != "out" and v != signature.parameters[k].default]

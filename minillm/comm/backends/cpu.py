@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,8 @@ from minillm.comm.collectives.all_to_all import all_to_all
 from minillm.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from minillm.comm.collectives.tree import tree_broadcast
 from minillm.comm.collectives.two_level import hierarchical_all_reduce
-from minillm.comm.operands import part_shape
+from minillm.comm.operands import Communicator, part_shape
 from minillm.comm.operation import Message, Operation, Splits, Work
-
-if TYPE_CHECKING:
-    from minillm.comm.group import Group
 
 
 class CpuBackend:
@@ -40,7 +37,7 @@ class CpuBackend:
 
     launches = False
 
-    def __init__(self, group: "Group") -> None:
+    def __init__(self, group: Communicator) -> None:
         self.group, world = group, group.world
         self.cuts_messages = world.egress is None  # on an emulated link each piece would pay its latency
         links = world.egress and world.egress.links
@@ -174,6 +171,6 @@ def _deliver(operation: Operation, messages: Exchange | Transfer) -> None:
         messages.wait()
 
 
-def _reduce_scatter(x: torch.Tensor, group: "Group", op: str, out: torch.Tensor | None) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, group: Communicator, op: str, out: torch.Tensor | None) -> torch.Tensor:
     part = part_shape(x, group.world_size, "reduce_scatter")
     return ring_reduce_scatter.__wrapped__(x, group, op, out).view(part)

@@ -10,16 +10,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from minillm.comm.errors import MismatchError, PeerLostError, WaitedTooLongError, lost_partner
+from minillm.comm.operands import Communicator
 from minillm.comm.operation import Message, Work
-
-if TYPE_CHECKING:
-    from minillm.comm.ranks import Ranks
 
 STAMP = 1 << 24  # added to the tag of a message that carries a delivery time
 GLANCE_S = 0.002  # how long `done` waits before it returns False
@@ -28,7 +25,7 @@ GLANCE_S = 0.002  # how long `done` waits before it returns False
 class Transfer(Work):
     """Messages under way. tag: that of the collective they belong to, 0 for none."""
 
-    def __init__(self, group: "Ranks", sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+    def __init__(self, group: Communicator, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         self.group = group
         self._deliver_at, self._waited = 0.0, False
         self._waiter: threading.Thread | None = None
@@ -108,7 +105,7 @@ class Transfer(Work):
 
 
 @contextlib.contextmanager
-def gloo_errors(group: "Ranks") -> Iterator[None]:
+def gloo_errors(group: Communicator) -> Iterator[None]:
     """Around a call that waits for other ranks. gloo's errors have one type: how long the call took tells too long a
     wait from a lost rank."""
     start = time.monotonic()

@@ -18,16 +18,13 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from minillm.comm.errors import MismatchError, PeerLostError, WaitedTooLongError, lost_partner
+from minillm.comm.operands import Communicator
 from minillm.comm.operation import Message, Work
-
-if TYPE_CHECKING:
-    from minillm.comm.ranks import Ranks
 
 _HEADER = struct.Struct("<qq")  # tag, bytes that follow
 
@@ -35,7 +32,7 @@ _HEADER = struct.Struct("<qq")  # tag, bytes that follow
 class Sockets:
     """A connection to every other rank of a group whose ranks share a machine. name: as on the other ranks."""
 
-    def __init__(self, group: "Ranks", name: str) -> None:
+    def __init__(self, group: Communicator, name: str) -> None:
         self.group = group
         self._to: dict[int, _Way] = {}
         self._from: dict[int, _Way] = {}

@@ -1,18 +1,14 @@
 """Pairwise all-to-all: N-1 rounds; in round s with the ranks s to the right and s to the left."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from minillm.comm.operands import all_to_all_output, checked_output, collective, part_shape
-
-if TYPE_CHECKING:
-    from minillm.comm.group import Group
+from minillm.comm.operands import Communicator, all_to_all_output, checked_output, collective, part_shape
 
 
 @collective
-def pairwise_all_to_all(x: torch.Tensor, group: "Group", out: torch.Tensor | None = None) -> torch.Tensor:
+def pairwise_all_to_all(x: torch.Tensor, group: Communicator, out: torch.Tensor | None = None) -> torch.Tensor:
     """[N * n, ...]: part j of rank i becomes part i of rank j. Sends (N-1)/N of x; a rank's own part stays.
 
     out: where to put it, a tensor like x but not x.
@@ -24,7 +20,7 @@ def pairwise_all_to_all(x: torch.Tensor, group: "Group", out: torch.Tensor | Non
 
 
 def all_to_all(
-    x: torch.Tensor, group: "Group", output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
+    x: torch.Tensor, group: Communicator, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
 ) -> torch.Tensor:
     """Pairwise, with parts of input_splits[j] rows for rank j and output_splits[i] rows from rank i."""
     n, out = group.world_size, all_to_all_output(x.contiguous(), output_splits)
@@ -33,7 +29,7 @@ def all_to_all(
     return out
 
 
-def _exchange_parts(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: "Group") -> None:
+def _exchange_parts(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: Communicator) -> None:
     n, r = group.world_size, group.rank
     incoming[r].copy_(outgoing[r])
     for s in range(1, n):

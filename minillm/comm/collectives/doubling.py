@@ -1,17 +1,12 @@
 """Recursive doubling: log2 N rounds of the whole tensor, each with a partner twice as far away."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from minillm.comm.operands import collective, combiner, divide, flatten, write_back
-
-if TYPE_CHECKING:
-    from minillm.comm.group import Group
+from minillm.comm.operands import Communicator, collective, combiner, divide, flatten, write_back
 
 
 @collective
-def recursive_doubling_all_reduce(x: torch.Tensor, group: "Group", op: str = "sum") -> torch.Tensor:
+def recursive_doubling_all_reduce(x: torch.Tensor, group: Communicator, op: str = "sum") -> torch.Tensor:
     """log2 N rounds: in round k, ranks that differ in bit k swap their sums.
 
     With p = the largest power of two in N, the N-p ranks beyond p first fold their tensor into a rank below and get

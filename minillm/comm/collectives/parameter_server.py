@@ -1,17 +1,12 @@
 """Everything through one rank, to measure why it is not done."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from minillm.comm.operands import collective, combiner, divide, flatten, write_back
-
-if TYPE_CHECKING:
-    from minillm.comm.group import Group
+from minillm.comm.operands import Communicator, collective, combiner, divide, flatten, write_back
 
 
 @collective
-def parameter_server_all_reduce(x: torch.Tensor, group: "Group", root: int = 0, op: str = "sum") -> torch.Tensor:
+def parameter_server_all_reduce(x: torch.Tensor, group: Communicator, root: int = 0, op: str = "sum") -> torch.Tensor:
     """Every rank sends x to root, which adds and sends the sum to every rank: 2(N-1) times x through one rank."""
     group.check_rank("root", root)
     flat = flatten(x)

@@ -10,21 +10,26 @@ Patarasuk & Yuan 2009; `predict/comms.py` has the costs.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from minillm.comm.operands import checked_output, collective, combiner, divide, flatten, gather_output, write_back
-
-if TYPE_CHECKING:
-    from minillm.comm.group import Group
+from minillm.comm.operands import (
+    Communicator,
+    checked_output,
+    collective,
+    combiner,
+    divide,
+    flatten,
+    gather_output,
+    write_back,
+)
 
 SEGMENT_BYTES = 2 << 20  # the largest message of a ring that adds: pieces of this size stay in the cache
 
 
 @collective
 def ring_reduce_scatter(
-    x: torch.Tensor, group: "Group", op: str = "sum", out: torch.Tensor | None = None
+    x: torch.Tensor, group: Communicator, op: str = "sum", out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """This rank's chunk (1-D) of the reduced x; x does not change. Sends (N-1)/N of x. out: where to put the chunk."""
     flat = flatten(x)
@@ -37,7 +42,7 @@ def ring_reduce_scatter(
 
 
 @collective
-def ring_all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None = None) -> torch.Tensor:
+def ring_all_gather(x: torch.Tensor, group: Communicator, out: torch.Tensor | None = None) -> torch.Tensor:
     """[n, ...] on each rank -> [N * n, ...] in rank order. Sends (N-1)/N of the result.
 
     out: where to put it (contiguous). If x is one of the chunks into which `tensor_split` cuts `out`, ranks may hold
@@ -57,14 +62,14 @@ def ring_all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None = 
 
 
 @collective
-def ring_all_reduce(x: torch.Tensor, group: "Group", op: str = "sum") -> torch.Tensor:
+def ring_all_reduce(x: torch.Tensor, group: Communicator, op: str = "sum") -> torch.Tensor:
     """Reduce-scatter, then all-gather: 2(N-1)/N of x per rank, in 2(N-1) rounds."""
     flat = flatten(x)
     reduce_and_gather(flat, group, op)
     return write_back(x, flat)
 
 
-def reduce_and_gather(flat: torch.Tensor, group: "Group", op: str) -> None:
+def reduce_and_gather(flat: torch.Tensor, group: Communicator, op: str) -> None:
     for chunks in slabs(flat, group):
         own = chunks[group.rank]
         reduce_ring(chunks, own, group, op)
@@ -72,14 +77,14 @@ def reduce_and_gather(flat: torch.Tensor, group: "Group", op: str) -> None:
         gather_ring(chunks, group)
 
 
-def slabs(flat: torch.Tensor, group: "Group") -> list[tuple[torch.Tensor, ...]]:
+def slabs(flat: torch.Tensor, group: Communicator) -> list[tuple[torch.Tensor, ...]]:
     """The N chunks in pieces of up to SEGMENT_BYTES: [(piece 0 of every chunk), (piece 1 of every chunk), ...]."""
     chunks = flat.tensor_split(group.world_size)
     pieces = -(-chunks[0].nbytes // SEGMENT_BYTES) if group.cuts_messages else 1
     return list(zip(*(chunk.tensor_split(max(1, pieces)) for chunk in chunks), strict=True))
 
 
-def reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: "Group", op: str) -> None:
+def reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: Communicator, op: str) -> None:
     """Ring reduce-scatter into `out`, which may be chunk r itself; no other chunk changes.
 
     In round s, rank r sends its partial sum of chunk r-s-1 and receives that of chunk r-s-2, to which it adds its own.
@@ -97,7 +102,7 @@ def reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: "Group
         out.copy_(chunks[0])
 
 
-def gather_ring(chunks: Sequence[torch.Tensor], group: "Group") -> None:
+def gather_ring(chunks: Sequence[torch.Tensor], group: Communicator) -> None:
     """Ring all-gather in place: in round s, rank r sends chunk r-s and receives chunk r-s-1."""
     n, r = group.world_size, group.rank
     for s in range(n - 1):

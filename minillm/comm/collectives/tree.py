@@ -1,17 +1,12 @@
 """Binomial trees: ceil(log2 N) rounds of the whole tensor. Few rounds, so good for small tensors."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from minillm.comm.operands import collective, combiner, divide, flatten, write_back
-
-if TYPE_CHECKING:
-    from minillm.comm.group import Group
+from minillm.comm.operands import Communicator, collective, combiner, divide, flatten, write_back
 
 
 @collective
-def tree_broadcast(x: torch.Tensor, group: "Group", root: int = 0) -> torch.Tensor:
+def tree_broadcast(x: torch.Tensor, group: Communicator, root: int = 0) -> torch.Tensor:
     """Binomial tree: in round k the 2^k ranks that have x send it to the rank 2^k further on. ceil(log2 N) rounds."""
     group.check_rank("root", root)
     flat, n = flatten(x), group.world_size
@@ -27,7 +22,7 @@ def tree_broadcast(x: torch.Tensor, group: "Group", root: int = 0) -> torch.Tens
 
 
 @collective
-def tree_reduce(x: torch.Tensor, group: "Group", root: int = 0, op: str = "sum") -> torch.Tensor:
+def tree_reduce(x: torch.Tensor, group: Communicator, root: int = 0, op: str = "sum") -> torch.Tensor:
     """The broadcast tree run backwards. x holds the result on root; on other ranks it does not change."""
     group.check_rank("root", root)
     n, place = group.world_size, (group.rank - root) % group.world_size

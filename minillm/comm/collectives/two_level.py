@@ -1,19 +1,14 @@
 """Two levels: a ring inside each node, a ring across nodes on 1/g of the tensor, a ring inside each node."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from minillm.comm.collectives.ring import gather_ring, reduce_and_gather, reduce_ring, slabs
-from minillm.comm.operands import collective, divide, flatten, write_back
+from minillm.comm.operands import Communicator, collective, divide, flatten, write_back
 from minillm.comm.operation import Message
-
-if TYPE_CHECKING:
-    from minillm.comm.group import Group
 
 
 @collective
-def hierarchical_all_reduce(x: torch.Tensor, group: "Group", ranks_per_node: int, op: str = "sum") -> torch.Tensor:
+def hierarchical_all_reduce(x: torch.Tensor, group: Communicator, ranks_per_node: int, op: str = "sum") -> torch.Tensor:
     """Reduce-scatter in each node, all-reduce between ranks with equal places in theirs, all-gather in each node.
 
     Nodes are `ranks_per_node` consecutive ranks. Each rank sends only 1/g of x to other nodes, all at the same time.
@@ -36,7 +31,7 @@ def hierarchical_all_reduce(x: torch.Tensor, group: "Group", ranks_per_node: int
 class _Slice:
     """Some ranks of a group, numbered from 0: all that rings need of a Group, without process groups of their own."""
 
-    def __init__(self, group: "Group", ranks: range) -> None:
+    def __init__(self, group: Communicator, ranks: range) -> None:
         self._group, self._ranks = group, ranks
         self.world_size, self.rank = len(ranks), ranks.index(group.rank)
         self.cuts_messages, self.scratch = group.cuts_messages, group.scratch
