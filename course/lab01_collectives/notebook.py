@@ -500,7 +500,7 @@ receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 # most of the result, so it sends twice the bytes. NCCL does not. Sharded training measured on CPU therefore needs a ring of
 # its own, as minillm's groups have.
 #
-# minillm's own version of your ring (`minillm/comm/collectives.py`) is a few lines longer: chunks may differ in size,
+# minillm's own version of your ring (`minillm/comm/collectives/ring.py`) is a few lines longer: chunks may differ in size,
 # and the input is neither copied nor changed, because a partial sum only ever lives in a buffer.
 #
 # NCCL chooses ring, tree or in-network reduction by size and topology. `NCCL_DEBUG=INFO` prints the rings it built,

@@ -33,3 +33,9 @@ class PeerLostError(RuntimeError):
 
 class WaitedTooLongError(RuntimeError):
     """A message or a rank did not arrive in time. `Operation` adds the hang report and raises it as a HangError."""
+
+
+def lost_partner(rank: int, group: str, error: BaseException) -> PeerLostError:
+    """What `rank` says when a message in `group` has ended with `error`."""
+    reason = (str(error).strip().splitlines() or ["it has gone"])[-1]
+    return PeerLostError(f"rank {rank} lost its partner in group {group!r}: {reason}")

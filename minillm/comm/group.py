@@ -9,7 +9,6 @@ one; `async_op=True` returns a `Work` at once. Ranks in calls (`root`, `src`, `d
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,18 +16,19 @@ import torch.distributed as dist
 
 from minillm.comm.backends.cpu import CpuBackend
 from minillm.comm.backends.native import NativeBackend
-from minillm.comm.diagnostics.flight_recorder import describe
 from minillm.comm.diagnostics.mismatch import MismatchCheck
-from minillm.comm.operands import Scratch, check_messages, check_splits, dtype_name, part_shape
-from minillm.comm.operation import Backend, Current, Message, Operation, Work
-from minillm.comm.world import World, backend_name, backends, joined_world
+from minillm.comm.operands import Scratch, check_splits, part_shape
+from minillm.comm.operation import Current, Operation, Work
+from minillm.comm.ranks import Ranks
+from minillm.comm.world import TORCH_TIMEOUT_S, World, backend_name, world_around
 from minillm.measure.ledger import new_event
 
-TORCH_TIMEOUT_S = 1800.0  # torch's own default
 
+class Group(Ranks):
+    """A set of ranks that communicate. rank: this rank's place in it (-1 outside); ranks: the members' global ranks.
 
-class Group:
-    """A set of ranks that communicate. rank: this rank's place in it (-1 outside); ranks: the members' global ranks."""
+    ordinal: its number among this rank's groups, times 2.
+    """
 
     def __init__(self, world: World, process_group: dist.ProcessGroup | None, ranks: Sequence[int], name: str) -> None:
         self.world, self.name, self.ranks, self.device = world, name, list(ranks), world.device
@@ -36,13 +36,12 @@ class Group:
         self.rank = self.ranks.index(world.rank) if world.rank in self.ranks else -1
         self.backend = backend_name(process_group, self.device) if self.rank >= 0 else "none"
         self.scratch = Scratch()
-        self._ordinal, self._sequence, self._p2p_sequence = world.next_ordinal(), 0, 0
-        self._check = MismatchCheck(world.recorder, world.rank, self.ranks, name, self._ordinal)
+        self.ordinal, self._num_operations, self._num_exchanges = world.next_ordinal(), 0, 0
+        self._check = MismatchCheck(world.recorder, world.rank, self.ranks, name, self.ordinal)
         self._current = Current()
-        self._emulated = world.egress is not None
-        self._backend: Backend | None = None
+        self._backend: CpuBackend | NativeBackend | None = None
         if self.backend == "gloo":
-            self._backend = CpuBackend(process_group, self.ranks, world, name, self._ordinal)
+            self._backend = CpuBackend(self)
         elif self.rank >= 0:
             self._backend = NativeBackend(process_group, self.device)
         self.cuts_messages = self._backend is not None and self._backend.cuts_messages
@@ -62,32 +61,8 @@ class Group:
         device: where its tensors are (`accelerator.device`); None for this process's GPU if the process group serves
         GPUs, else the CPU. timeout: seconds that a rank may wait in one operation before it raises HangError.
         """
-        if not dist.is_initialized():
-            raise ValueError("no process group yet: call torch.distributed.init_process_group() or Accelerator() first")
-        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"rank {dist.get_rank()} is not in the process group: only its members make a Group of it")
-        process_group = process_group or dist.group.WORLD
-        gpus = torch.cuda.is_available() and "cuda" in backends(process_group)
-        device = torch.device(device if device is not None else "cuda" if gpus else "cpu")
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        world = joined_world(process_group, device, timeout)
+        world, process_group = world_around(process_group, device, timeout)
         return cls(world, process_group, dist.get_process_group_ranks(process_group), name)
-
-    def __repr__(self) -> str:
-        return f"Group({self.name!r}, rank {self.rank} of {self.world_size}, global ranks {self.ranks}, {self.device})"
-
-    def finish(self) -> None:
-        """Returns when this rank's asynchronous operations are over. No more may follow."""
-        if self._backend is not None:
-            self._backend.finish()
-
-    def release(self) -> None:
-        """Lets go of threads, connections and what is torch's, when no other rank needs them any more."""
-        self.process_group = None
-        if self._backend is not None:
-            self._backend.close()
-            self._backend = None
 
     # Collectives: every rank of the group calls them in the same order.
 
@@ -166,67 +141,10 @@ class Group:
         operation = self._operation(op, x, how, same_shape)
         return self._backend.run(operation, x, body, async_op)
 
-    def subgroup(self, ranks: Sequence[int], name: str) -> "Group":
-        """A group of some ranks of this one. Every rank of the *world* calls it, members or not."""
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(f"ranks {list(ranks)} of group {name!r} must be different ranks, at least one")
-        for rank in ranks:
-            self.check_rank("rank", rank)
-        if list(ranks) != sorted(ranks):
-            raise ValueError(f"ranks {list(ranks)} of group {name!r} must ascend: torch numbers a group's ranks so")
-        members, everybody = [self.ranks[rank] for rank in ranks], list(range(dist.get_world_size()))
-        text = describe("make group", [0], "", everybody, name)
-        backend = None if self.backend in ("none", dist.get_backend()) else self.backend
-        operation = Operation(self, self._check, self._current, 0, 2 + self.world.groups, text, event=None)
-        with operation, self._backend.torch_errors() if self._backend else nullcontext():
-            process_group = dist.new_group(members, timeout=self.world.timeout, backend=backend)
-        return Group(self.world, process_group, members, name)
-
-    # Point-to-point messages.
-
-    def send(self, x: torch.Tensor, dst: int, async_op: bool = False) -> Any:
-        """Send x to rank dst, which receives into a tensor of the same shape and dtype."""
-        return self.exchange(send=(x, dst), async_op=async_op)
-
-    def recv(self, x: torch.Tensor, src: int, async_op: bool = False) -> Any:
-        """Receive into x (contiguous) from rank src."""
-        return self.exchange(recv=(x, src), async_op=async_op)
-
-    def connect(self) -> None:
-        """Opens connections of their own for `eager` messages, once. Every rank of the group calls it."""
-        if self._backend is not None:
-            self._backend.connect()
-
-    def exchange(
-        self,
-        send: Message | Sequence[Message] = (),
-        recv: Message | Sequence[Message] = (),
-        async_op: bool = False,
-        eager: bool = False,
-    ) -> Any:
-        """Send and receive at once, so that no order can deadlock. Each side is one (tensor, rank) or a list of them.
-
-        Returns when every message has been delivered (`async_op`: a Work for that).
-        eager, on both sides, after `connect`: a message leaves at once, whether or not the other side asks for it yet,
-        and no thread carries it, which takes a fraction of the time of a small one. A message that does not fit into
-        the connection's buffer (4 MB) holds its sender up until it does.
-        """
-        sends, recvs = _as_list(send), _as_list(recv)
-        self._check_member("send or recv")
-        check_messages(self, sends, recvs)
-        operation = self._current.operation or self._message_operation(sends, recvs)
-        if operation.event is not None:
-            operation.event.bytes += sum(x.nbytes for x, _ in sends)
-            operation.event.messages += sum(x.numel() > 0 for x, _ in sends)
-        work = self._backend.exchange(operation, sends, recvs, eager)
-        return work if async_op else work.wait()
-
-    # An operation: what the diagnostics and the ledger know of a call.
-
     def _operation(
         self, op: str, x: torch.Tensor, how: str = "", same_shape: bool = True, blocks: bool = False
     ) -> Operation:
-        """A new operation; inside another one, that one: a collective inside a collective is part of it.
+        """What diagnostics and ledger know of a call: a new operation, or the one that this thread is in.
 
         how, same_shape: as in `run`. blocks: the host waits for it on any backend.
         """
@@ -236,41 +154,10 @@ class Group:
             self._check_member(op)
         key = op, how, x.shape if same_shape else None, x.dtype
         text = self._check.texts.get(key) or self._check.describe(*key)
-        event = new_event(op, self.name, x, self._emulated)
+        event = new_event(op, self.name, x, self.world.egress is not None)
         launches = self._backend.launches and not blocks
-        self._sequence += 1
-        return Operation(self, self._check, self._current, self._ordinal, self._sequence, text, event, launches)
-
-    def _message_operation(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Operation:
-        """Messages outside a collective are an operation of their own, compared with the other side's."""
-        self._check.compare_messages(sends, recvs)
-        op = "exchange" if sends and recvs else "send" if sends else "recv"
-        x, _ = (sends or recvs or [(_NOTHING, 0)])[0]
-        waits_for = sorted({self.ranks[peer] for _, peer in recvs or sends})
-        text = describe(op, list(x.shape), dtype_name(x), self.ranks, self.name, waits_for)
-        event = new_event(op, self.name, x, self._emulated)
-        ordinal, self._p2p_sequence = self._ordinal + 1, self._p2p_sequence + 1
-        launches = self._backend.launches
-        return Operation(self, self._check, self._current, ordinal, self._p2p_sequence, text, event, launches)
-
-    # Bad input, in one sentence.
-
-    def check_rank(self, what: str, rank: int) -> None:
-        if rank not in range(self.world_size):
-            raise ValueError(f"{what}={rank} is not in group {self.name!r}: its ranks are 0 to {self.world_size - 1}")
-
-    def _check_member(self, op: str) -> None:
-        if self.rank < 0:
-            raise ValueError(
-                f"rank {self.world.rank} called {op} on group {self.name!r}, which it is not in (members: {self.ranks})"
-            )
-        if self._backend is None:
-            raise ValueError(f"group {self.name!r} has ended with its mesh, so there is no {op}: close the mesh later.")
+        self._num_operations += 1
+        return Operation(self._check, self._current, self.ordinal, self._num_operations, text, event, launches)
 
 
 _NOTHING = torch.empty(0)
-
-
-def _as_list(messages: Message | Sequence[Message]) -> list[Message]:
-    is_one = len(messages) == 2 and isinstance(messages[0], torch.Tensor)
-    return [messages] if is_one else list(messages)

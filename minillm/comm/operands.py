@@ -3,11 +3,12 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from minillm.comm.operation import Communicator, Message
+from minillm.comm.world import World
 
 SCRATCH_BYTES = 2 << 20  # the largest piece of memory that is kept
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
@@ -16,6 +17,25 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
+
+
+class Communicator(Protocol):
+    """What algorithms and backends need of a `Group`."""
+
+    rank: int
+    world_size: int
+    ranks: Sequence[int]
+    name: str
+    ordinal: int
+    device: torch.device
+    world: World
+    process_group: dist.ProcessGroup
+    scratch: "Scratch"
+    cuts_messages: bool
+
+    def exchange(self, send: Any = (), recv: Any = ()) -> Any: ...
+    def run(self, op: str, x: torch.Tensor, body: Callable[[], Any], async_op: bool = ...) -> Any: ...
+    def check_rank(self, what: str, rank: int) -> None: ...
 
 
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,20 +75,6 @@ def check_splits(
             raise ValueError(f"{what} {list(sizes)} must be the rows, 0 or more, of each of {world_size} ranks")
     if input_splits is not None and sum(input_splits) != len(x):
         raise ValueError(f"input_splits {list(input_splits)} make {sum(input_splits)} rows, but x has {len(x)}")
-
-
-def check_messages(group: Communicator, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
-    """ValueError unless `group` can send and receive these messages."""
-    for what, messages in (("dst", sends), ("src", recvs)):
-        for x, peer in messages:
-            group.check_rank(what, peer)
-            if peer == group.rank:
-                raise ValueError(f"{what}={peer} is this rank itself in group {group.name!r}: copy the tensor instead")
-            if x.device.type != group.device.type:
-                raise ValueError(f"tensor on {x.device} in group {group.name!r} on {group.device}: move it with .to()")
-    for x, src in recvs:
-        if not x.is_contiguous():
-            raise ValueError(f"cannot receive from rank {src} into a non-contiguous {list(x.shape)} tensor")
 
 
 def gather_output(x: torch.Tensor, world_size: int, out: torch.Tensor | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One operation of a group, the handle it returns, and the backend that carries it out.
+"""One operation of a group, and the handle that it returns.
 
     operation = Operation(...)      numbered by its group; it has an event if a ledger is open
     with operation:                 announced on the flight recorder, compared with the other ranks' announcements
@@ -11,11 +11,10 @@ until `complete` is called.
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,27 +26,6 @@ from minillm.measure.ledger import Event
 TAGS = 1_000_000  # how many tags there are; an operation's follows from its number and text
 Message = tuple[torch.Tensor, int]  # (tensor, rank in the group)
 Splits = tuple[list[int] | None, list[int] | None]  # rows (from, to) each rank; None: equally many
-
-
-class Ranks(Protocol):
-    """Numbered ranks that exchange messages: all that a collective algorithm needs. A `Group`, or some ranks of one."""
-
-    rank: int
-    world_size: int
-    scratch: Any  # an operands.Scratch
-    cuts_messages: bool
-
-    def exchange(self, send: Any = (), recv: Any = ()) -> Any: ...
-
-
-class Communicator(Ranks, Protocol):
-    """What a collective needs of the `Group` that it is called on."""
-
-    name: str
-    device: torch.device
-
-    def run(self, op: str, x: torch.Tensor, body: Callable[[], Any], *, async_op: bool = ...) -> Any: ...
-    def check_rank(self, what: str, rank: int) -> None: ...
 
 
 class Current(threading.local):
@@ -65,7 +43,6 @@ class Operation:
     depth: how many `with` blocks of it are open, its own and those of the collectives called inside it; 0: not running.
     """
 
-    group: Communicator
     check: MismatchCheck
     current: Current
     ordinal: int
@@ -156,43 +133,3 @@ class Work:
             if self._event is not None:
                 self._event.waited += time.monotonic() - start
         return self._result
-
-
-class Backend(Protocol):
-    """What carries out a group's operations: `cpu.CpuBackend` sends messages, `native.NativeBackend` calls torch.
-
-    The collectives take the arguments of the group's methods of the same name. They return a Work if `async_op` is
-    true, else what its `wait` would return.
-    """
-
-    cuts_messages: bool  # whether rings send a large tensor in pieces
-    launches: bool  # whether an operation may go on when its call has returned
-
-    def all_reduce(self, operation: Operation, x: torch.Tensor, op: str, async_op: bool) -> Any: ...
-    def broadcast(self, operation: Operation, x: torch.Tensor, root: int, async_op: bool) -> Any: ...
-    def all_gather(self, operation: Operation, x: torch.Tensor, out: torch.Tensor | None, async_op: bool) -> Any: ...
-    def reduce_scatter(
-        self, operation: Operation, x: torch.Tensor, op: str, out: torch.Tensor | None, async_op: bool
-    ) -> Any: ...
-    def all_to_all(self, operation: Operation, x: torch.Tensor, splits: Splits, async_op: bool) -> Any: ...
-    def barrier(self, operation: Operation) -> None: ...
-    def gather_objects(self, operation: Operation, value: Any) -> list[Any]: ...
-
-    def run(self, operation: Operation, x: torch.Tensor, body: Callable[[], Any], async_op: bool) -> Any:
-        """Run `body`, a collective of several steps on x."""
-
-    def exchange(self, operation: Operation, sends: Sequence[Message], recvs: Sequence[Message], eager: bool) -> Work:
-        """Start messages. They are part of the operation if it is running, else all of it."""
-
-    def torch_errors(self) -> AbstractContextManager:
-        """Around a call of torch's that waits for other ranks: tells a lost rank and too long a wait apart."""
-        return nullcontext()
-
-    def connect(self) -> None:
-        """Open connections for `eager` messages."""
-
-    def finish(self) -> None:
-        """Return when this rank's asynchronous operations are over."""
-
-    def close(self) -> None:
-        """Let go of threads, connections and torch's process group."""

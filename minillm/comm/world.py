@@ -14,6 +14,8 @@ import torch.distributed as dist
 from minillm.comm.diagnostics.flight_recorder import RUNNING, FlightRecorder
 from minillm.comm.emulation import Egress
 
+TORCH_TIMEOUT_S = 1800.0  # torch's own default
+
 
 class Releases(Protocol):
     def release(self) -> None: ...
@@ -49,6 +51,22 @@ class World:
         gloo that frees a tensor while Python shuts down would end the process ("terminate called ...")."""
         for each in self.kept:
             each.release()
+
+
+def world_around(
+    process_group: dist.ProcessGroup | None, device: torch.device | str | None, wait_s: float
+) -> tuple[World, dist.ProcessGroup]:
+    """The arguments of `Group.from_process_group` -> the world of its ranks, and torch's process group."""
+    if not dist.is_initialized():
+        raise ValueError("no process group yet: call torch.distributed.init_process_group() or Accelerator() first")
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"rank {dist.get_rank()} is not in the process group: only its members make a Group of it")
+    process_group = process_group or dist.group.WORLD
+    gpus = torch.cuda.is_available() and "cuda" in backends(process_group)
+    device = torch.device(device if device is not None else "cuda" if gpus else "cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return joined_world(process_group, device, wait_s), process_group
 
 
 def joined_world(

@@ -171,7 +171,7 @@ def _measure() -> Machine:
     one_thread = rates.matmul_flops("float32", 1)
     scratch = min(128 * 2**20, psutil.virtual_memory().available // 16)
     return Machine(
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         cores=cores,
         memory_bytes=psutil.virtual_memory().total,
         python=platform.python_version(),
@@ -246,7 +246,8 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name as the operating system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -15,23 +15,23 @@ import torch
 import typer
 
 from minillm.files import check_writable, opened, refusing
+from minillm.measure.machine import cpu_name
 
 PACKAGES = ("minillm", "torch", "numpy")
 
 
-def provenance(command: str | None = None, packages: tuple[str, ...] = ()) -> dict[str, Any]:
+def provenance(command: str | None = None) -> dict[str, Any]:
     """Hardware, cores, memory in bytes, operating system, versions, date (UTC) and command.
 
     command: what to type to get the numbers again; by default how this process was started.
-    packages: further packages whose versions matter, such as a benchmark's peer.
     """
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "hardware": ", ".join([processor(), *gpus]),
+        "hardware": ", ".join([cpu_name(), *gpus]),
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "os": f"{platform.system()} {platform.release().split('-')[0]}",  # without what the host's builder adds
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in (*PACKAGES, *packages)}},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command or _this_command(),
     }
@@ -60,14 +60,6 @@ def writable(param: typer.CallbackParam, path: Path | None) -> Path | None:
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", callback=writable, help="Also write the results as JSON.")
 ]
-
-
-def processor() -> str:
-    """The processor's name as the operating system gives it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -20,12 +20,14 @@ from __future__ import annotations
 import ipaddress
 from types import TracebackType
 
+import psutil
+
 
 class wire:
     """Bytes and packets sent over loopback since the `with` began; they stand still once it ends.
 
     interface: name of a network interface; found by its address (127.0.0.1 or ::1) if not given.
-    Raises RuntimeError if psutil or the interface's counters are not there.
+    Raises RuntimeError if the interface's counters are not there.
     """
 
     def __init__(self, interface: str | None = None) -> None:
@@ -57,7 +59,7 @@ class wire:
 
     def _now(self) -> tuple[int, int]:
         try:
-            counters = _psutil().net_io_counters(pernic=True)
+            counters = psutil.net_io_counters(pernic=True)
         except OSError as error:
             raise RuntimeError(f"this system shows no network counters ({error}); use the ledger instead") from None
         if self.interface not in counters:
@@ -68,7 +70,7 @@ class wire:
 
 def loopback() -> str:
     """Name of the loopback interface ("lo" on Linux, "lo0" on macOS), found by its address."""
-    for name, addresses in _psutil().net_if_addrs().items():
+    for name, addresses in psutil.net_if_addrs().items():
         if any(_is_loopback(address.address) for address in addresses):
             return name
     raise RuntimeError("no network interface carries 127.0.0.1, so loopback bytes cannot be counted; use the ledger")
@@ -79,11 +81,3 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address.split("%")[0]).is_loopback
     except ValueError:  # a hardware address
         return False
-
-
-def _psutil():
-    try:
-        import psutil
-    except ImportError:
-        raise RuntimeError("counting loopback bytes needs psutil: pip install psutil") from None
-    return psutil

@@ -9,22 +9,22 @@ import minillm
 
 HERE = Path(minillm.__file__).parent
 PATHS = {  # mechanism: (package, files in reading order, most lines of all)
-    "a collective on NCCL": ("comm", "group operation backends/native", 800),
-    "ring all-reduce on the CPU": ("comm", "group operation backends/cpu collectives backends/sockets", 1230),
+    "a collective on NCCL": ("comm", "group operation backends/native", 600),
+    "ring all-reduce on the CPU": ("comm", "group operation backends/cpu collectives/ring backends/sockets", 800),
     "a forward pass": ("model", "config transformer initialise rope loss", 900),
     "attention in tiles": ("model/attention", "causal tiled tiled_triton", 700),
     "paged attention": ("model/paged", "cache tables backend gather loop", 500),
     "paged attention on a GPU": ("model/paged", "cache tables backend split triton", 600),
     "loading a folder": ("model/hf", "load families rope experts weights", 800),
     "a mixture of experts": ("model/moe", "layer router permute experts balance", 700),
-    "DDP": ("parallel/data_parallel", "ddp reducer packing", 430),
+    "DDP": ("parallel/data_parallel", "ddp reducer packing", 420),
     "ZeRO-1 and 2": ("parallel/zero", "optimizer reducer ../data_parallel/reducer ../sharding/slices", 650),
-    "FSDP": ("parallel/fsdp", "fully_shard param_group flat_param ../sharding/slices state", 1005),
+    "FSDP": ("parallel/fsdp", "fully_shard param_group flat_param ../sharding/slices state", 1000),
     "tensor parallelism": ("parallel/tensor_parallel", "regions layers vocab plan parallelize", 750),
     "pipeline parallelism": (
         "parallel/pipeline_parallel",
-        "schedule/actions schedule/schedules schedule/messages stages runtime",
-        1030,
+        "schedule/actions schedule/orders schedule/messages stages runtime",
+        1000,
     ),
     "context parallelism": ("parallel/context_parallel", "order ring exchange variants", 550),
     "expert parallelism": ("parallel/expert_parallel", "split dispatch exchange nodes", 350),

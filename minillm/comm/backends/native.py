@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from minillm.comm.operands import all_to_all_output, check_op, checked_output, gather_output, part_shape
-from minillm.comm.operation import Backend, Message, Operation, Splits, Work
+from minillm.comm.operation import Message, Operation, Splits, Work
 from minillm.measure.clock import moment
 from minillm.measure.ledger import DeviceTimes, Event
 
@@ -33,7 +33,7 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class NativeBackend(Backend):
+class NativeBackend:
     """process_group: on `device`; its rules are NCCL's."""
 
     cuts_messages = False  # torch does that itself
@@ -100,10 +100,9 @@ class NativeBackend(Backend):
         """Sends and receives in one call, so that no order of theirs can deadlock."""
         with operation:
             self._begin(operation)
-            sends = [(x.detach().contiguous(), dst) for x, dst in sends if x.numel()]
-            ops = [dist.P2POp(dist.isend, x, group=self.process_group, group_peer=dst) for x, dst in sends]
-            recvs = [(x.detach(), src) for x, src in recvs if x.numel()]
-            ops += [dist.P2POp(dist.irecv, x, group=self.process_group, group_peer=src) for x, src in recvs]
+            pg, outgoing = self.process_group, [(x.detach().contiguous(), dst) for x, dst in sends if x.numel()]
+            ops = [dist.P2POp(dist.isend, x, group=pg, group_peer=dst) for x, dst in outgoing]
+            ops += [dist.P2POp(dist.irecv, x.detach(), group=pg, group_peer=src) for x, src in recvs if x.numel()]
             handles = dist.batch_isend_irecv(ops) if ops else []
         return self._launch(operation, handles, ops, None, async_op=True)
 

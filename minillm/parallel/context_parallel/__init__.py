@@ -13,8 +13,6 @@ from minillm.parallel.context_parallel.exchange import GatherAttention, UlyssesA
 from minillm.parallel.context_parallel.order import (
     ORDERS,
     ContextAttention,
-    cut_sequence,
-    join_sequence,
     local_positions,
 )
 from minillm.parallel.context_parallel.ring import RingAttention
@@ -29,7 +27,5 @@ __all__ = [
     "UlyssesAttention",
     "context_attention",
     "context_parallel",
-    "cut_sequence",
-    "join_sequence",
     "local_positions",
 ]

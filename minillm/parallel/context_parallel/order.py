@@ -10,7 +10,6 @@ early and one late part of 2N parts, and all ranks the same number of pairs.
 """
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,18 +37,6 @@ def local_numbers(seq: int, rank: int, world_size: int, order: str = "zigzag") -
         )
     size, chosen = seq // parts, [rank] if parts == world_size else [rank, parts - 1 - rank]
     return tuple(place for piece in chosen for place in range(piece * size, (piece + 1) * size))
-
-
-def cut_sequence(x: Tensor, rank: int, world_size: int, order: str = "zigzag", dim: int = 1) -> Tensor:
-    """This rank's positions of x along `dim`."""
-    return x.index_select(dim, local_positions(x.shape[dim], rank, world_size, order).to(x.device))
-
-
-def join_sequence(parts: Sequence[Tensor], order: str = "zigzag", dim: int = 1) -> Tensor:
-    """The ranks' parts, in rank order -> the whole sequence."""
-    seq = sum(part.shape[dim] for part in parts)
-    places = torch.cat([local_positions(seq, rank, len(parts), order) for rank in range(len(parts))])
-    return torch.cat(list(parts), dim).index_select(dim, places.argsort().to(parts[0].device))
 
 
 class ContextAttention:

@@ -1,5 +1,6 @@
 """Which parameters share a bucket."""
 
+import itertools
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,14 +58,7 @@ def assign(
     elements; gradient_groups: by name, the group that reduces a parameter, the same for all of a bucket. Frozen
     parameters are left out, a tied one is packed once.
     """
-    for name, cap in (("cap_bytes", cap_bytes), ("first_cap_bytes", first_cap_bytes)):
-        if cap is not None and not cap > 0:
-            raise ValueError(f"{name} is {cap}: a bucket needs a size above 0, math.inf for one bucket")
     trainable = {p: name for name, p in named_parameters if p.requires_grad}
-    devices = {str(p.device) for p in trainable}
-    if len(devices) > 1:
-        raise ValueError(f"parameters are on {' and '.join(sorted(devices))}: move the module to one device first")
-
     closed: list[list[nn.Parameter]] = []
     filling: dict[tuple, list[nn.Parameter]] = {}
     room: dict[tuple, float] = {}  # bytes until the bucket being filled is closed
@@ -79,9 +73,7 @@ def assign(
 
 
 def _bucket(names: dict[nn.Parameter, str], members: Sequence[nn.Parameter], multiple_of: int) -> Bucket:
-    ends = [0]
-    for p in members:
-        ends.append(ends[-1] + p.numel())
+    ends = list(itertools.accumulate((p.numel() for p in members), initial=0))
     padded = math.ceil(ends[-1] / multiple_of) * multiple_of
     strides = [torch.empty_like(p, device="meta").stride() for p in members]  # the parameter's own, without gaps
     return Bucket([names[p] for p in members], list(members), ends[:-1], strides, ends[-1], padded)

@@ -86,10 +86,10 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _check_devices(module: nn.Module, group: Group) -> None:
-    first: dict[str, str] = {}
+    first: dict[torch.device, str] = {}
     for name, tensor in _tensors(module):
-        first.setdefault(tensor.device.type, name)
-    if set(first) - {group.device.type}:
+        first.setdefault(tensor.device, name)
+    if set(first) - {group.device}:
         places = ", ".join(f"{name} on {device}" for device, name in first.items())
         raise ValueError(f"group {group.name!r} is on {group.device}, but {places}: move the module there with .to()")
 

@@ -1,9 +1,7 @@
-"""A FullyShard's optimizer, and its weights saved and restored: whole, as one process would have them, or by rank.
+"""A FullyShard's optimizer, and its weights saved and restored: whole, as one process would have them.
 
-    full      {"blocks.0.attention.q_proj.weight": [hidden, hidden], ...}    from any number of ranks to any other
-    sharded   {"world_size": N, "rank": r, "slices": {name: [elements]}, ...}    1/N of the bytes, back to N ranks only
-
-How the optimizer's state becomes whole is in `parallel/sharding/full_state.py`.
+How the optimizer's state becomes whole is in `parallel/sharding/full_state.py`; how runs save what each rank holds, in
+`train/checkpoint`.
 """
 
 import contextlib
@@ -91,30 +89,14 @@ class ShardedModule(nn.Module):
         """`full_state_dict`, as torch habits expect; every rank calls it."""
         return self.full_state_dict()
 
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """What this rank holds, masters included, for `load_state_dict` on the same rank of as many."""
-        held = {"slices": {name: part.detach() for name, part in self.named_parameters()}}
-        return {"world_size": self.group.world_size, "rank": self.group.rank, **held, "buffers": self._buffers_saved()}
-
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Either form of state, or a plain module's; no communication."""
-        here = self.group.world_size, self.group.rank
-        if "world_size" in state:
-            if (state["world_size"], state["rank"]) != here:
-                raise ValueError(
-                    f"this is the shard of rank {state['rank']} of {state['world_size']}, but here is rank {here[1]} "
-                    f"of {here[0]}: save full_state_dict(), which fits any number of ranks."
-                )
-            slices, saved = state["slices"], state["buffers"]
-        else:
-            self._check_names(state)
-            slices = {name: param.placement.cut(state[name]) for name, param in self.params.items()}
-            saved = state
-        for name, part in self.named_parameters():
-            part.copy_(slices[name])
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """`full_state_dict`, or a plain module's state; no communication."""
+        self._check_names(state)
+        for name, param in self.params.items():
+            param.slice.copy_(param.placement.cut(state[name]))
         for name, buffer in self._buffers_saved().items():
-            buffer.copy_(saved[name])
+            buffer.copy_(state[name])
 
     def _check_names(self, state: dict[str, Tensor]) -> None:
         shapes = {name: tensor.shape for name, tensor in self.module.state_dict().items()}

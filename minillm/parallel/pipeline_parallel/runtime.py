@@ -6,7 +6,7 @@
 
 An action takes what it needs (waiting for the message that brings it), computes, and leaves what it made; neighbouring
 messages are posted as one batched exchange, which is waited for only when its contents are needed. The runtime knows
-nothing about any particular schedule: `schedules.py` says which rank does what when, and this file obeys.
+nothing about any particular schedule: `schedule/orders.py` says which rank does what when, and this file obeys.
 
     parts = build_parts(config, schedule, group.rank)
     pipeline = Pipeline(parts, schedule, group)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from minillm.comm import Group
+from minillm.comm.ranks import of_all_ranks
 from minillm.parallel.sharding.gather import gather
 from minillm.parallel.sharding.state import LocalState, number_of, numbered, per_element, value_of
 
@@ -23,7 +24,7 @@ def full_state(local: LocalState, group: Group | None) -> dict[str, Any]:
     whose tensors these are."""
     tensors = gather(local.tensors, local.placements(), group) if group else local.tensors
     numbers = local.numbers()
-    by_rank = group.gather_objects(numbers) if group else [numbers]
+    by_rank = of_all_ranks(group, numbers)
     state: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, Tensor]] = {"model": {}, "master": {}}
     for key, tensor in tensors.items():

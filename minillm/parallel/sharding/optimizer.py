@@ -3,7 +3,6 @@
 Its state becomes that of one process, and the other way round, in `full_state.py`.
 """
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -71,8 +70,8 @@ class SlicedOptimizer(torch.optim.Optimizer):
         done in float32, so that float16 gradients do not underflow.
         """
         self.prepare_gradients()
-        gradients = self.gradients_by_name()
-        return clip_grad_norm_(gradients, self.placements, self.norm_group, max_norm, loss_scale, norm_type)
+        how = (self.placements, self.norm_group, max_norm, loss_scale, norm_type)
+        return clip_grad_norm_(self.gradients_by_name(), *how)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps this rank's slices."""
@@ -119,11 +118,6 @@ class SlicedOptimizer(torch.optim.Optimizer):
         """Slices of float32 weights whose model has 16-bit ones."""
         return {name: part.detach() for name, part in self.slices.items() if part.is_master}
 
-    def layout(self) -> dict[str, Any]:
-        """Which shard this rank has: elements `start` to `stop` of its part of each parameter."""
-        ranges = {name: (placed.parts[-1].start, placed.parts[-1].stop) for name, placed in self.placements.items()}
-        return {"rank": self.norm_group.rank, "world_size": self.norm_group.world_size, "slices": ranges}
-
     def full_state_dict(self) -> dict[str, Any]:
         """The state in torch's layout, as `make(module.named_parameters())` on one process would have it, on the CPU of
         every rank: any number of ranks can load it, and so can that optimizer. All ranks have to call it."""
@@ -133,24 +127,10 @@ class SlicedOptimizer(torch.optim.Optimizer):
         """`full_state_dict`, as torch habits expect; every rank calls it."""
         return self.full_state_dict()
 
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part, which only the same rank of the same layout can load; no communication."""
-        return {**self.inner.state_dict(), "masters": self.masters(), "shard": self.layout()}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Either form of state, or what a plain optimizer of the same parameters saved; no communication. Load the
-        module first: masters that `state` does not hold are copied from its weights.
-        ValueError: a state of another model, or another rank's or layout's shard."""
-        saved, here = state.get("shard"), self.layout()
-        if saved not in (None, here):
-            raise ValueError(
-                f"this is the shard of rank {saved['rank']} of {saved['world_size']}, cut otherwise than that of rank "
-                f"{here['rank']} of {here['world_size']} here: save full_state_dict(), which fits any layout."
-            )
-        if saved:
-            self.load_local(state | {"state": copy.deepcopy(state["state"])})
-        else:
-            load_full(LocalState(self), state)
+        """`full_state_dict`, or what a plain optimizer of the same parameters saved; no communication. Load the module
+        first: masters that `state` does not hold are copied from its weights. ValueError: a state of another model."""
+        load_full(LocalState(self), state)
 
     @torch.no_grad()
     def load_local(self, state: dict[str, Any]) -> None:

@@ -8,6 +8,5 @@ Read in this order:
     plan.py         which part of every parameter a rank holds: rules that give placements
     parallelize.py  `tensor_parallel`: cuts a Transformer in place
 
-Beside it: module_plans.py (any other module, by a plan; `LLAMA` for transformers' models); experts.py (a layer of
-experts, whose router stays whole).
+Beside it: experts.py (a layer of experts, whose router stays whole).
 """

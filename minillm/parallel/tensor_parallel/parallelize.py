@@ -1,11 +1,8 @@
-"""`tensor_parallel(module, plan, group)`: cuts a module into this rank's part of it, in place.
+"""`tensor_parallel(Transformer(config), config, group)`: cuts a model into this rank's part of it, in place.
 
-    tensor_parallel(Transformer(config), config, group)      minillm's own: every head, word and column where it belongs
-    tensor_parallel(llama, LLAMA, group)                     any other: a plan, module name pattern -> how it is cut
-
-A model cut by a plan takes what it took and returns what it did, the same on every rank, and needs nothing else: its
-gradients are complete after backward. minillm's own model shares more (one all-reduce for q, k and v, kv heads on
-several ranks, sequence parallelism, logits that stay cut) and needs `placement.sum_partial` after backward for it.
+Every head, word and column goes where it belongs. Ranks share kv heads where there are fewer of them than ranks, and
+norms under sequence parallelism, so `placement.sum_partial` has to complete gradients after backward. Torch's
+`parallelize_module` cuts other modules.
 """
 
 from collections.abc import Sequence
@@ -19,7 +16,6 @@ from minillm.model.initialise import initial
 from minillm.model.moe import MoE
 from minillm.parallel.tensor_parallel.experts import cut_experts
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, fused_column_linears
-from minillm.parallel.tensor_parallel.module_plans import Plan, cut_by_plan
 from minillm.parallel.tensor_parallel.plan import check_heads, part_of, placement_of, whole_shapes
 from minillm.parallel.tensor_parallel.regions import Region
 from minillm.parallel.tensor_parallel.vocab import (
@@ -30,40 +26,30 @@ from minillm.parallel.tensor_parallel.vocab import (
 
 
 def tensor_parallel(
-    module: nn.Module, plan: ModelConfig | Plan, group: Group, *, sequence: bool = False, regather: bool = True
+    module: nn.Module, config: ModelConfig, group: Group, *, sequence: bool = False, regather: bool = True
 ) -> nn.Module:
     """Cuts `module`, whole and the same on every rank (or on "meta"), into this rank's part of it, in place, and
     returns it.
 
-    plan: what to cut and how: `LLAMA`, or patterns of module names, of which the first that matches counts. A
-        ModelConfig: `module` is a Transformer or a pipeline's part of one, anything with some of `embedding`, `blocks`,
-        `norm` and `head`. Then `logits` gives this rank's words, and what travels between a pipeline's parts is
+    module: a Transformer or a pipeline's part of one, anything with some of `embedding`, `blocks`, `norm` and `head`.
+        Its `logits` then gives this rank's words, and what travels between a pipeline's parts is
         [batch, seq / module.sequence_shards, hidden].
-    sequence, regather: sequence parallelism, see `regions.Region`; with a ModelConfig only.
+    sequence, regather: sequence parallelism, see `regions.Region`.
 
-    Names stay, so does requires_grad; parameters are new, so make optimizers afterwards. ValueError for a plan that
-    cuts nothing, layers or heads that do not divide over the ranks, and a module that is cut already.
+    Names stay, so does requires_grad; parameters are new, so make optimizers afterwards. ValueError for a module of
+    another kind, heads that do not divide over the ranks, and a module that is cut already.
     """
     if any(isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) for layer in module.modules()):
         raise ValueError("this module is tensor parallel already: cut a whole one.")
     region = Region(group, sequence, regather)
-    if isinstance(plan, ModelConfig):
-        return _cut_transformer(module, plan, region)
-    if sequence:
-        raise ValueError("sequence parallelism changes what lies between layers, which a plan cannot: leave it off.")
-    return cut_by_plan(module, plan, region)
-
-
-def _cut_transformer(module: nn.Module, config: ModelConfig, region: Region) -> nn.Module:
-    group = region.group
     check_heads(config, group.world_size)
     blocks = getattr(module, "blocks", ())
     blocks = list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
     embedding, head = getattr(module, "embedding", None), getattr(module, "head", None)
     if not blocks and embedding is None and head is None:
         raise ValueError(
-            f"{type(module).__name__} has no blocks, embedding or head of a Transformer, so nothing would be cut: pass "
-            "a plan, as in tensor_parallel(module, LLAMA, group)."
+            f"{type(module).__name__} has no blocks, embedding or head of a Transformer, so nothing would be cut: use "
+            "torch's parallelize_module for other modules."
         )
     for block in blocks:
         mlp, of_mlp = block.mlp, region

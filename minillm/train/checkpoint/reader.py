@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.comm import Group
+from minillm.comm.ranks import of_all_ranks
 from minillm.parallel.sharding.placement import Placement
 from minillm.train.checkpoint.checksum import crc32, pieces_sum
 from minillm.train.checkpoint.generators import restore_generators
@@ -77,12 +77,12 @@ def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restore
                 parts[name] = files.read(name, placement, manifest)
     except (ValueError, OSError) as error:
         problem = error
-    gathered = _all_gather_objects(group, (problem, catalogue_of(needs)))
+    gathered = of_all_ranks(group, (problem, catalogue_of(needs)))
     problem = next((theirs for theirs, _ in gathered if theirs), None)
     if problem is None:
         readers = holders([catalogue for _, catalogue in gathered])
         own = {name: (ranks.index(rank), len(ranks)) for (name, _), ranks in readers.items() if rank in ranks}
-        problem = _wrong(folder, manifest, _all_gather_objects(group, files.sums(own)))
+        problem = _wrong(folder, manifest, of_all_ranks(group, files.sums(own)))
     if isinstance(problem, Damaged | OSError):
         raise problem
     if problem:
@@ -247,14 +247,10 @@ def _latest(run: Path) -> Path | ValueError:
 
 def _agreed(trainer: Trainer, chosen: Any) -> Path:
     """What rank 0 has chosen. ValueError if that is a problem."""
-    chosen = _all_gather_objects(trainer.parallel.group, chosen)[0]
+    chosen = of_all_ranks(trainer.parallel.group, chosen)[0]
     if isinstance(chosen, ValueError):
         raise chosen
     return chosen
-
-
-def _all_gather_objects(group: Group | None, value: Any) -> list[Any]:
-    return group.gather_objects(value) if group else [value]
 
 
 def _unreadable(error: OSError) -> ValueError:

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from minillm.comm.ranks import of_all_ranks
 from minillm.model.hf.load import DTYPES
 from minillm.parallel.sharding.state import LocalState, number_of, value_of
 from minillm.train.checkpoint.generators import restore_generators
@@ -60,7 +61,7 @@ def from_torch(folder: Path, trainer: Trainer) -> None:
             trainer.check(manifest.progress)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         problem = str(error) if str(folder) in str(error) else f"{folder}: {error}"
-    told = group.gather_objects((problem, set(placements))) if group else [(problem, set(placements))]
+    told = of_all_ranks(group, (problem, set(placements)))
     if problem := next((theirs for theirs, _ in told if theirs), None):
         raise ValueError(problem)
     if unused := {name for name in tensors if not name.startswith("master/")}.difference(*(names for _, names in told)):

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from minillm.comm import Group
+from minillm.comm.ranks import of_all_ranks
 from minillm.files import flush, write_whole
 from minillm.parallel.sharding.state import LocalState
 from minillm.train.checkpoint.background import Background
@@ -126,18 +127,18 @@ class Checkpointer:
             self._planned_for = None
         if failed:
             self._cleared()  # no rank writes any more
-            problems, self._error = self._everyone(self._error), None
+            problems, self._error = of_all_ranks(self.group, self._error), None
             raise self._refusal(next(filter(None, problems)))
 
     # Before: what of all that there is this rank writes.
 
     def _make_plan(self, trainer: Trainer, local: LocalState) -> None:
         """On all ranks, for this save and those that follow it."""
-        told = self._everyone((catalogue_of(local.placements()), *self._cleared()))
-        if problem := next((problem for *_, problem in told if problem), None):
+        ranks = of_all_ranks(self.group, (catalogue_of(local.placements()), *self._cleared()))
+        if problem := next((problem for *_, problem in ranks if problem), None):
             raise self._refusal(problem)
-        self._number, self._names, self._is_stale, self._places = told[0][1], frozenset(local.tensors), False, []
-        self._plan = shares_of([catalogue for catalogue, *_ in told], self.rank)
+        self._number, self._names, self._is_stale, self._places = ranks[0][1], frozenset(local.tensors), False, []
+        self._plan = shares_of([catalogue for catalogue, *_ in ranks], self.rank)
         self._planned_for = trainer, trainer.loads
 
     def _shares(self, local: LocalState) -> list[Share]:
@@ -238,9 +239,6 @@ class Checkpointer:
         with contextlib.suppress(OSError):
             kept = "; the checkpoint that was there still loads" if committed(self.run) else ""
         return OSError(f"cannot save to {self.run} ({problem}){kept}.")
-
-    def _everyone(self, value: Any) -> list[Any]:
-        return self.group.gather_objects(value) if self.group else [value]
 
     def _any(self, *values: bool) -> list[bool]:
         """Of each, whether it is so on any rank."""

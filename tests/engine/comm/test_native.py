@@ -159,7 +159,7 @@ def far_behind(monkeypatch):
     numbers = itertools.count(1)
 
     def operation():
-        return Operation(None, check, Current(), 2, next(numbers), b"", event=None, launches=True)
+        return Operation(check, Current(), 2, next(numbers), b"", event=None, launches=True)
 
     return native.NativeBackend(pg, torch.device("cpu")), operation, withdrawn, used
 

@@ -74,7 +74,7 @@ def test_a_rank_that_dies_is_the_cause() -> None:
 
 
 def congestion_control(group):
-    connections = [way.connection for ways in group._backend.sockets._ways.values() for way in ways]
+    connections = [way.connection for way in group._backend.sockets.ways]
     return {c.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") for c in connections}
 
 

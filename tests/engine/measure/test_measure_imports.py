@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-PUBLIC = ("machine", "memory", "save_trace", "timeline", "trace", "wire")
+PUBLIC = ("machine", "memory", "timeline", "wire")
 
 
 ORDERS = (

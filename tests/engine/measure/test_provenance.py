@@ -22,8 +22,3 @@ def test_command_is_exact_and_names_no_folder_of_the_interpreter(monkeypatch):
     assert origin["command"] == "python -m minillm tour --json 'a b.json'"
     assert provenance("make figures")["command"] == "make figures"
     assert origin["command"] in summary(origin) and "\n" not in summary(origin)
-
-
-def test_peers_versions_and_absent_ones():
-    versions = provenance(packages=("psutil", "no-such-package"))["versions"]
-    assert versions["psutil"] and versions["no-such-package"] is None

@@ -10,8 +10,6 @@ from minillm.parallel.context_parallel import (
     GatherAttention,
     RingAttention,
     UlyssesAttention,
-    cut_sequence,
-    join_sequence,
     local_positions,
 )
 from tests.engine.comm.nccl_like import on_nccl_like
@@ -37,6 +35,18 @@ def make(variant, group, segments):
         return RingAttention(group, order, tile=3, overlap="without" not in how, segments=segments), order
     made = UlyssesAttention if kind == "ulysses" else GatherAttention
     return made(group, order, tile=3, segments=segments), order
+
+
+def cut_sequence(x, rank, world_size, order, dim):
+    """A rank's positions of x along `dim`."""
+    return x.index_select(dim, local_positions(x.shape[dim], rank, world_size, order))
+
+
+def join_sequence(parts, order, dim):
+    """The ranks' parts, in rank order -> the whole sequence."""
+    seq = sum(part.shape[dim] for part in parts)
+    places = torch.cat([local_positions(seq, rank, len(parts), order) for rank in range(len(parts))])
+    return torch.cat(parts, dim).index_select(dim, places.argsort())
 
 
 def run(group):

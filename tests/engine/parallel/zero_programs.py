@@ -136,22 +136,16 @@ def resumed(group, case: Case, checkpoint: dict | None, last: int = STEPS) -> di
         backward(model, step, group.rank, group.world_size, case.accumulate, optimizer.no_sync)
         optimizer.clip_grad_norm_(case.max_norm)
         optimizer.step()
-    state = {"state": optimizer.state_dict(), "shard": optimizer.sharded_state_dict()}
-    return {"weights": _weights(model), "step": last, **state}
+    return {"weights": _weights(model), "step": last, "state": optimizer.state_dict()}
 
 
-def resumed_from_shards(group, case: Case, checkpoints: list[dict]) -> dict:
-    """The same, each rank from its own shard."""
-    mine = checkpoints[group.rank % len(checkpoints)]
+def refused(group, case: Case, state: dict) -> str:
+    """Why that state cannot be loaded."""
+    optimizer = ZeroOptimizer(model_of(case), group, case.stage, make=make, bucket_cap_mb=case.bucket_mb)
     try:
-        return resumed(group, case, mine | {"state": mine["shard"]})
+        optimizer.load_state_dict(state)
     except ValueError as error:
-        return {"error": str(error)}
-
-
-def interrupted(group, case: Case, at: int) -> dict:
-    """Stopped after step `at`, and on from shards."""
-    return resumed_from_shards(group, case, [resumed(group, case, None, at)])
+        return str(error)
 
 
 def mixed(group, dtype: torch.dtype, stage: int, offload: object, loss_scale: float) -> dict:

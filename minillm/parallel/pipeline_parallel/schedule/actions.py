@@ -8,7 +8,7 @@
 
 The model is cut into parts; a *place* (rank, chunk) holds one part. A microbatch visits the places of its *route*
 forward and comes back the same way. Orders and routes say everything: what each action needs, and, where that was
-made on another rank, which message has to travel. `schedules.py` has the orders themselves; the package's docstring
+made on another rank, which message has to travel. `orders.py` has the orders themselves; the package's docstring
 says which file answers which question about them.
 """
 
