@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,7 +26,8 @@ NAMES = {
     r"\bp99\b": "a quantile's name",
     r"[Rr]ank \d+": "a rank by its number",
     r"step n\+1|positions r, r\+N": "indices",
-    r"et al\. \d{4}|(?:Young|Hockney) \d{4}": "years of papers",
+    r"et al\. \d{4}|(?:Young|Hockney|Team) \d{4}|table \d+|§[\d.]+": "years and places of papers",
+    r"\b\d+-bit\b|\b\d+ bits\b|\b(?:TP|PP|DP|CP) \d+|GPT-3|a \d+-token": "types, axes and models by their number",
 }
 
 
@@ -56,7 +58,7 @@ class Part:
 
     def numbers(self, formulas: dict) -> list[Said]:
         """Those that are no part of a name or a formula."""
-        return numbers(_without(self.text, formulas))
+        return numbers(without_names(self.text, formulas))
 
 
 def numbers(text: str) -> list[Said]:
@@ -95,7 +97,7 @@ def equal(said: Said, given: float) -> bool:
     return math.isclose(said.value, given, rel_tol=1e-9)
 
 
-def _without(text: str, formulas: dict) -> str:
+def without_names(text: str, formulas: Iterable[str] = ()) -> str:
     for formula in sorted(formulas, key=len, reverse=True):
         text = text.replace(formula, "∎")
     for pattern in NAMES:
