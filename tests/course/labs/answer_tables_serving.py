@@ -157,7 +157,8 @@ COMPUTED = {
     },
     "offline_batch": {
         "layout": (NIGHT.tp, NIGHT.pp, NIGHT.pp * NIGHT.most()), "speed": NIGHT_SPEED,
-        "hours": 1e9 / NIGHT_SPEED / 3600,        "price": 16 * 1e6 / NIGHT_SPEED / 3600, "quick": QUICK_SPEED, "ratio": NIGHT_SPEED / QUICK_SPEED,
+        "hours": 1e9 / NIGHT_SPEED / 3600,        "price": 16 * 1e6 / NIGHT_SPEED / 3600,
+        "quick": QUICK_SPEED, "ratio": NIGHT_SPEED / QUICK_SPEED,
         "tpot": 1e3 * NIGHT.gap(NIGHT.most()), "nodes": math.ceil(1e9 / NIGHT_SPEED / 36000),
     },
     "many_adapters": {

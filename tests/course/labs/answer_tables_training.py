@@ -141,7 +141,8 @@ COMPUTED = {
     "money_and_energy": {
         "flops": RUN405, "days": HOURS405 / 16384 / 24, "hours": HOURS405, "money": 2 * HOURS405,
         "energy": HOURS405 * 0.7 * 1.1 / 1e6, "percent": 2 * HOURS405 / 100,
-        "with_failures": HOURS405 / 16384 / 24 / 0.9,        "published": 30.84e6, "off": 1 - HOURS405 / 30.84e6, "peak": HOURS405 / 16384 / 24 * 0.41, "pue": 1.5 / 1.1 - 1,
+        "with_failures": HOURS405 / 16384 / 24 / 0.9,        "published": 30.84e6,
+        "off": 1 - HOURS405 / 30.84e6, "peak": HOURS405 / 16384 / 24 * 0.41, "pue": 1.5 / 1.1 - 1,
     },
 }  # fmt: skip
 

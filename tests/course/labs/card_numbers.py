@@ -27,7 +27,6 @@ NAMES = {
     r"[Rr]ank \d+": "a rank by its number",
     r"step n\+1|positions r, r\+N": "indices",
     r"et al\. \d{4}|(?:Young|Hockney|Team) \d{4}|table \d+|§[\d.]+": "years and places of papers",
-    r"\b\d+-bit\b|\b\d+ bits\b|\b(?:TP|PP|DP|CP) \d+|GPT-3|a \d+-token": "types, axes and models by their number",
 }
 
 

@@ -16,6 +16,8 @@ LABS = ((training.CASES, answer_tables_training), (serving.CASES, answer_tables_
 HOME = {problem: (cases, tables) for cases, tables in LABS for problem in cases}
 MOVES = ("size", "choose", "check", "risk", "measure", "weak", "why")
 NAMED = [(problem, name) for problem, (_, tables) in HOME.items() for name in tables.COMPUTED[problem]]
+# bits of a type, axes with their size, models
+TYPES = re.compile(r"(?<![.\d])\d+-bit\b|(?<![.\d])\d+ bits\b|\b(?:TP|PP|DP|CP) \d+|GPT-3")
 LINK = re.compile(r"\(https?:[^)]*\)")
 
 
@@ -64,7 +66,7 @@ def literals(cases: Cases, problem: str) -> list[tuple[str, Said]]:
     texts = [words[move] for move in MOVES] + [f"{question} {reply}" for question, reply in words["follow"]]
     texts += [bound for bounds in words["bounds"].values() for bound in bounds]
     texts += [text for decision in asked for text in (decision.because, *decision.slips.values())]
-    plain = [LINK.sub(" ", re.sub(r"\{\w+\}", "∎", text)) for text in texts]
+    plain = [TYPES.sub("∎", re.sub(r"\{\w+\}", "∎", LINK.sub(" ", text))) for text in texts]
     return [(text, said) for text in plain for said in numbers(without_names(text))]
 
 
