@@ -128,6 +128,8 @@ def seven_on_8() -> DesignCase:
     replicas = memory(model, Layout(dp=8, microbatches=8), 4096)
     fits = {zero: memory(model, Layout(dp=8, zero=zero, microbatches=8), 4096).total for zero in range(4)}
     two_full = memory(model, Layout(dp=8, zero=2, microbatches=8, recompute="full"), 4096).total
+    a100 = (run for run in published.RUNS if "A100" in run.cluster.device.name and run.basis == "model")
+    reported = sorted(run.reported for run in a100)
     lowest = min(zero for zero, held in fits.items() if held <= machine.usable)
     numbers = {
         "states": shown(STATE.total * model.parameters, "B"),
@@ -141,6 +143,8 @@ def seven_on_8() -> DesignCase:
         "zero3": f"{fits[3] / GIB:.0f} GiB",
         "best": str(best.layout),
         "mfu": f"{best.mfu:.0%}",
+        "low": f"{reported[0]:.0%}",
+        "high": f"{reported[-1]:.0%}",
     }
     return DesignCase(
         {

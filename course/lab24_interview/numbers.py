@@ -41,7 +41,7 @@ def data(value: float) -> str:
 
 
 def pct(share: float) -> str:
-    return f"{100 * share:.3g} %" if share < 0.1 else f"{100 * share:.0f} %"
+    return f"{100 * share:.3g} %" if share < 0.2 else f"{100 * share:.0f} %"
 
 
 def dev(name: str) -> Device:
@@ -108,6 +108,7 @@ def reported() -> list[float]:
 
 NUMBERS: dict[str, Any] = {
     "abs": abs,
+    "ceil": math.ceil,
     "n": n,
     "si": si,
     "data": data,
