@@ -1,5 +1,7 @@
 """Spoilers of lab 07, on one rank: wrong ways to merge and to tile, and right ones that look different."""
 
+import math
+
 import torch
 
 from course.kit.answers import answers_of
@@ -159,6 +161,42 @@ def online(q, k, v, tile):
             total, values = total * shrink + p.sum(1, keepdim=True), values * shrink + p @ v[start : start + tile]
             top = higher
         out[first : first + tile], lse[first : first + tile] = values / total, (top + total.log())[:, 0]
+    return out, lse
+
+
+@alternative("tiled-forward", "keys in the outer loop")
+def keys_outside(q, k, v, tile):
+    out, lse = torch.zeros_like(q), q.new_full((len(q),), NONE)
+    for start in range(0, len(k), tile):
+        keys, values = k[start : start + tile] * k.shape[1] ** -0.5, v[start : start + tile]
+        for first in range(start, len(q), tile):
+            scores = q[first : first + tile] @ keys.T
+            if first == start:
+                scores.masked_fill_(torch.ones_like(scores).tril(0) == 0, NONE)
+            both = torch.logaddexp(lse[first : first + tile], scores.logsumexp(1))
+            out[first : first + tile] *= (lse[first : first + tile] - both).exp()[:, None]
+            out[first : first + tile] += (scores - both[:, None]).exp() @ values
+            lse[first : first + tile] = both
+    return out, lse
+
+
+@alternative("tiled-forward", "powers of two, the last tile first")
+def powers_of_two(q, k, v, tile):
+    out, lse = torch.empty_like(q), q.new_empty(len(q))
+    to_two = 1 / math.log(2)
+    for first in range(0, len(q), tile):
+        queries = q[first : first + tile] * (to_two / math.sqrt(q.shape[1]))
+        top, total, weighted = torch.full_like(queries[:, :1], NONE), 0.0, 0.0
+        for start in range(first, -1, -tile):
+            scores = queries @ k[start : start + tile].T
+            if start == first:
+                scores = scores.tril().masked_fill(torch.ones_like(scores).triu(1) == 1, NONE)
+            higher = torch.maximum(top, scores.max(1, keepdim=True).values)
+            shrink, p = torch.exp2(top - higher), torch.exp2(scores - higher)
+            total, weighted, top = total * shrink + p.sum(1, keepdim=True), weighted * shrink, higher
+            weighted = weighted + p @ v[start : start + tile]
+        out[first : first + tile] = weighted / total
+        lse[first : first + tile] = ((top + torch.log2(total)) / to_two)[:, 0]
     return out, lse
 
 

@@ -12,8 +12,8 @@
 # **You know a thing when you can say it in a minute, compute it in another, and write it in ten.**
 # Stands on labs 00 to 15 (their mechanisms and formulas).
 #
-# Three whiteboard tasks of its own (35 minutes), and a deck, drills and tasks from all labs that you come back to:
-# about an hour the first time. In the terminal the same interview runs under a clock:
+# Seven whiteboard tasks of its own (95 minutes), and a deck, drills and tasks from all labs that you come back to:
+# about two hours the first time. In the terminal the same interview runs under a clock:
 # `python -m minillm interview --minutes 45`. At the end you can answer:
 #
 # 1. Which topics do you answer well, and which come back because you did not?
@@ -74,8 +74,9 @@ receipts.answer("train_days", 2, guess_days)
 # %% [markdown]
 # ## Whiteboard tasks
 #
-# In the terminal a task is drawn from all labs: a ring all-gather, 1F1B's order, a block pool, rejection sampling. Three more
-# stand here. Set a timer before you start.
+# In the terminal a task is drawn from all labs: a ring all-gather, 1F1B's order, attention in tiles, a block pool, rejection
+# sampling. Seven more stand here: three of serving and routing, and four parts of a transformer and its optimizer that are
+# asked for "from scratch". Set a timer before you start.
 #
 # ### Task 1 · a token bucket (10 minutes)
 #
@@ -138,6 +139,120 @@ def dispatch(experts, ranks, experts_per_rank):
 
 
 dispatch = check("dispatch-order", dispatch)
+
+# %% [markdown]
+# ### Task 4 · RMSNorm, forward and backward (15 minutes)
+#
+# RMSNorm ([Zhang and Sennrich 2019](https://arxiv.org/abs/1910.07467)) divides each token by the root of the mean of
+# its squares, over the last axis, and multiplies by a weight per channel: y = x / sqrt(mean(x²) + eps) · weight. Write
+# both passes by hand, without autograd and without a library's norm. x and weight may have 16 bits: compute in 32 bits,
+# and return each result in the dtype of what it belongs to.
+
+
+# %%
+def rms_norm(x, weight, dy, eps):
+    """x, dy: [..., hidden], the input and the gradient of the output; weight: [hidden]
+    -> (y, dx, dweight): output, gradient of x, gradient of weight over all tokens."""
+    # BEGIN SOLUTION
+    wide, upper = x.float(), dy.float()
+    inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    normed = wide * inverse
+    scaled = upper * weight.float()
+    along = (scaled * normed).mean(-1, keepdim=True)  # what the norm itself answers to a change of x
+    dx = inverse * (scaled - normed * along)
+    dweight = (upper * normed).flatten(0, -2).sum(0)
+    return (normed * weight.float()).to(x.dtype), dx.to(x.dtype), dweight.to(weight.dtype)
+    # END SOLUTION
+
+
+rms_norm = check("rms-norm", rms_norm)
+
+# %% [markdown]
+# ### Task 5 · rotary embedding (15 minutes)
+#
+# Rotary embedding ([Su et al. 2021](https://arxiv.org/abs/2104.09864)) turns pair i of a head's channels by the angle
+# position · base^(-2i / head_dim), for i from 0 to head_dim/2 - 1: (a, b) becomes (a cos - b sin, a sin + b cos). Which
+# channels are pair i depends on the checkpoint. With `interleaved=True` they are 2i and 2i + 1, as in the paper and in
+# Meta's Llama; with `interleaved=False` they are i and i + head_dim/2, as in GPT-NeoX and in Hugging Face's Llama.
+# Every channel stays in its place. Compute the angles in 32 bits, whatever dtype x has, and leave x as it is.
+
+
+# %%
+def rotate(x, positions, base, interleaved):
+    """x: [tokens, heads, head_dim]; positions: [tokens], whole numbers, in any order
+    -> x rotated, of its shape and dtype."""
+    # BEGIN SOLUTION
+    half = x.shape[-1] // 2
+    frequencies = base ** (-torch.arange(half, dtype=torch.float32) * 2 / x.shape[-1])
+    angles = positions.float()[:, None, None] * frequencies  # [tokens, 1, half]
+    cos, sin = angles.cos(), angles.sin()
+    wide = x.float()
+    a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else (wide[..., :half], wide[..., half:])
+    turned = a * cos - b * sin, a * sin + b * cos
+    together = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return together.to(x.dtype)
+    # END SOLUTION
+
+
+rotate = check("rotary", rotate)
+
+# %% [markdown]
+# ### Task 6 · AdamW (15 minutes)
+#
+# One step of AdamW ([Loshchilov and Hutter 2019](https://arxiv.org/abs/1711.05101), algorithm 2) for one parameter
+# tensor, as `torch.optim.AdamW` takes it: running means m of the gradient and v of its square, with the factors
+# `betas`, both divided by 1 - beta^t in step t = 1, 2, ...; then param ← param - lr · m̂ / (sqrt(v̂) + eps) - lr ·
+# weight_decay · param. The decay takes param as it was before the step, and stays out of the gradient. `lr` may differ
+# from step to step. Whatever must survive until the next step belongs in `state`, which is an empty dictionary in the
+# first one; each tensor has its own.
+
+
+# %%
+def adamw_step(param, grad, state, lr, betas, eps, weight_decay):
+    """param and grad: tensors of one shape; changes param in place and returns nothing.
+
+    state: this tensor's dictionary, empty at first; grad stays as it is."""
+    # BEGIN SOLUTION
+    if not state:
+        state.update(step=0, m=torch.zeros_like(param), v=torch.zeros_like(param))
+    state["step"] += 1
+    beta1, beta2 = betas
+    state["m"].mul_(beta1).add_(grad, alpha=1 - beta1)
+    state["v"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    m = state["m"] / (1 - beta1 ** state["step"])
+    v = state["v"] / (1 - beta2 ** state["step"])
+    param.mul_(1 - lr * weight_decay)
+    param.sub_(lr * m / (v.sqrt() + eps))
+    # END SOLUTION
+
+
+adamw_step = check("adamw", adamw_step)
+
+# %% [markdown]
+# ### Task 7 · Muon's Newton–Schulz iteration (15 minutes)
+#
+# Muon ([Jordan et al. 2024](https://kellerjordan.github.io/posts/muon/)) replaces the momentum of a weight matrix by a
+# matrix with the same singular vectors whose singular values are all near 1. It needs no decomposition: scale X = g /
+# ‖g‖ with the Frobenius norm, then repeat `steps` times X ← a·X + (b·A + c·A·A)·X with A = X·Xᵀ and (a, b, c) =
+# (3.4445, -4.7750, 2.0315), which maps each singular value s to a·s + b·s³ + c·s⁵. Use matrix products only, and no
+# matrix larger than g: where g has more rows than columns, iterate on its transpose.
+
+
+# %%
+def orthogonalize(g, steps):
+    """g: [rows, columns], not zero -> the matrix after `steps` iterations, of g's shape and dtype."""
+    # BEGIN SOLUTION
+    tall = g.shape[0] > g.shape[1]
+    x = g.T if tall else g
+    x = x / x.norm()
+    for _ in range(steps):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if tall else x
+    # END SOLUTION
+
+
+orthogonalize = check("newton-schulz", orthogonalize)
 
 # %% [markdown]
 # ## A session

@@ -93,7 +93,8 @@ def _exercise(name: str, notebook: NotebookNode) -> str:
     first = tasks[-1] if tasks else 0
     if not any(line.strip() for line in lines[first + 1 :]):
         first = max((place for place in headings if place < first), default=0)
-    return "\n".join(lines[first:])
+    title = re.sub(r"(#+) (?:Task \d+ · |\d+\. )?(.*?)(?: \(\d+ minutes\))?$", r"\1 \2", lines[first])
+    return "\n".join([title, *lines[first + 1 :]])  # a place in the lab means nothing to a candidate
 
 
 def _plain(markdown: str) -> str:

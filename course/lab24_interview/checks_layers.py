@@ -1,0 +1,147 @@
+"""Whiteboard tasks on the parts of a transformer layer: a norm with its backward pass, rotary embedding.
+
+Both are compared with 64-bit computations that go another way: autograd for the norm, complex numbers for rotary
+embedding. 16-bit inputs must come out rounded once, so that no statistic and no angle was computed in 16 bits.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Row, row
+from course.shared.diagnose import expect_like, expect_list
+
+ROUNDED_ONCE = 2**-8 * 1.05  # of a bfloat16's value: half of its last digit, and what 32 bits leave
+
+
+@exercise(
+    "rms-norm",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "Every x of a token also changes the root by which the whole token is divided. Which direction of dx does "
+        "that take away?",
+        "With r = 1 / sqrt(mean(x²) + eps), n = x · r and s = dy · weight: dx = r · (s - n · mean(s · n)), and dweight "
+        "is the sum of dy · n over all tokens.",
+    ),
+)
+def check_rms_norm(learner: Any) -> list[Row]:
+    rows = []
+    for shape, scale, eps, dtype in (
+        ((5, 16), 1.0, 1e-5, torch.float32),
+        ((random.randint(2, 4), 3, 24), 1e-3, 1e-5, torch.float32),  # squares as small as eps
+        ((4, 8), 3.0, 0.5, torch.float32),
+        ((7, 256), 1.0, 1e-6, torch.bfloat16),
+    ):
+        x, dy = ((scale * (torch.randn(shape) + 0.5)).to(dtype), torch.randn(shape).to(dtype))
+        weight = torch.randn(shape[-1]).to(dtype)
+        given = [each.clone() for each in (x, weight, dy)]
+        no_autograd = forbidding(_AUTOGRAD, "this task is to be solved without autograd: derive the gradient.")
+        with no_autograd, forbidding(_NORMS, "this task is to be solved without a library's norm."):
+            found = expect_list(learner(*given, eps), "three tensors, (y, dx, dweight)", count=3)
+        name = f"{list(shape)} in {_name(dtype)}"
+        unchanged(given, (x, weight, dy), ("x", "weight", "dy"))
+        for what, right, answered in zip(("y", "dx", "dweight"), _by_autograd(x, weight, dy, eps), found, strict=True):
+            expect_like("your function", answered, right.to(dtype), f"{what} of shape {list(right.shape)}")
+            _compare(answered, right, f"{name}: your {what}", rows)
+        rows.append(row(f"{name}: y, dx and dweight as autograd in 64 bits", True, True))
+    return rows
+
+
+@exercise(
+    "rotary",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "Write the two channels of every pair as two tensors of head_dim/2 channels. What does the rotation do to "
+        "them, and how do they get back to their places?",
+        "angles = positions[:, None, None] · base^(-2i/head_dim) broadcasts over the heads. Interleaved: x[..., 0::2] "
+        "and x[..., 1::2], put back by stack and flatten; otherwise the two halves, put back by cat.",
+    ),
+)
+def check_rotary(learner: Any) -> list[Row]:
+    rows = []
+    for tokens, heads, dim, base, last, dtype in (
+        (4, 1, 2, 10_000.0, 4, torch.float32),  # one pair: both layouts are the same
+        (6, 3, 8, 10_000.0, 40, torch.float32),
+        (random.randint(3, 9), 2, 16, 500_000.0, 3000, torch.float32),
+        (5, 2, 64, 500_000.0, 4001, torch.bfloat16),
+    ):
+        for interleaved in (False, True):
+            positions = torch.tensor(random.sample(range(last), tokens))
+            positions[-1] = last
+            x = torch.randn(tokens, heads, dim).to(dtype)
+            given = [x.clone(), positions.clone()]
+            found = learner(*given, base, interleaved)
+            unchanged(given, (x, positions), ("x", "positions"))
+            right = _by_complex(x, positions, base, interleaved)
+            name = f"head_dim {dim}, interleaved={interleaved}, positions up to {last:,}, {_name(dtype)}"
+            expect_like("your function", found, x, f"a tensor {list(x.shape)} of {_name(dtype)}")
+            _compare(found, right, f"{name}: your result", rows, least=4e-3)
+            rows.append(row(f"{name}: as complex numbers in 64 bits", True, True))
+    return rows
+
+
+@contextmanager
+def forbidding(calls: Sequence[tuple[Any, str]], sentence: str) -> Iterator[None]:
+    """CheckFailed with this sentence as soon as one of the calls (owner, name) is made inside the block."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CheckFailed(sentence)
+
+    with ExitStack() as stack:
+        for owner, name in calls:
+            stack.enter_context(patch.object(owner, name, refuse))
+        yield
+
+
+def unchanged(given: Sequence[Tensor], before: Sequence[Tensor], names: Sequence[str]) -> None:
+    """CheckFailed if an argument is not what it was."""
+    for now, then, name in zip(given, before, names, strict=True):
+        if not torch.equal(now, then):
+            raise CheckFailed(f"your function changed {name}, which belongs to the caller.", evidence=now)
+
+
+_AUTOGRAD = ((torch.autograd, "grad"), (torch.autograd, "backward"), (Tensor, "backward"))
+_NORMS = ((F, "rms_norm"), (torch, "rms_norm"), (F, "layer_norm"), (torch, "layer_norm"))
+
+
+def _by_autograd(x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> list[Tensor]:
+    """y, dx and dweight in 64 bits; the gradients are autograd's."""
+    x, weight = (each.double().requires_grad_() for each in (x, weight))
+    y = x / (x.pow(2).sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt() * weight
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), dy.double())]
+
+
+def _by_complex(x: Tensor, positions: Tensor, base: float, interleaved: bool) -> Tensor:
+    """In 64 bits: a pair as one complex number, times exp(i · angle)."""
+    half = x.shape[-1] // 2
+    angles = torch.stack([positions.double() * base ** (-2 * i / x.shape[-1]) for i in range(half)], -1)[:, None]
+    pairs = x.double().unflatten(-1, (half, 2) if interleaved else (2, half))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    turned = torch.view_as_real(torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles))
+    return (turned if interleaved else turned.mT).flatten(-2)
+
+
+def _compare(found: Tensor, right: Tensor, whose: str, rows: list[Row], least: float = 0.0) -> None:
+    """CheckFailed unless it is right within the digits of its dtype. least: difference that passes in any case."""
+    if found.shape != right.shape:
+        raise CheckFailed(f"{whose} has shape {list(found.shape)}, it must be {list(right.shape)}.", rows)
+    share = ROUNDED_ONCE if found.dtype == torch.bfloat16 else 1e-4
+    allowed = share * right.abs() + max(least, 1e-5 * float(right.abs().max()))
+    off = (found.double() - right).abs()
+    if not bool((off <= allowed).all()):  # so that NaN is no match
+        largest = float(off.nan_to_num(torch.inf).max())
+        said = f"{whose} differs from the one in 64 bits by up to {largest:.2g}, in values up to "
+        raise CheckFailed(f"{said}{float(right.abs().max()):.2g}.", rows, evidence=found)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
