@@ -100,7 +100,7 @@ class LLM:
         self.pool = BlockPool(num_blocks, block_size, num_host_blocks=num_host_blocks, prefix_cache=prefix_cache)
         self.scheduler = scheduler(self.pool, **scheduling)
         where = {"num_host_blocks": num_host_blocks, "device": weight.device, "dtype": weight.dtype}
-        self.cache = self.pool.storage = PagedCache(model.config, num_blocks, block_size, **where)
+        self.cache = PagedCache(model.config, num_blocks, block_size, **where)
         most = self.scheduler.max_num_seqs
         self.runner = Runner(
             model,

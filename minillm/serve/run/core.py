@@ -40,7 +40,7 @@ class EngineCore:
     ):
         self.runner, self.scheduler, self.requests, self.speculation = runner, scheduler, requests, speculation
         self.clock, self.record_blocks = clock, record_blocks
-        self.builder = InputBuilder(*runner.tables.host.shape)
+        self.builder = InputBuilder(scheduler.pool, *runner.tables.host.shape)
         self.next_tokens = NextTokens(requests)
         self.records: deque[StepRecord] = deque(maxlen=keep_records)
 

@@ -20,6 +20,7 @@ from minillm.serve.run.decode_graphs import DecodeGraphs
 from minillm.serve.run.step_inputs import StepInputs, fill_placeholders
 from minillm.serve.sample.batch import SampledTokens, sample_on_device
 from minillm.serve.sample.reference import RULED_OUT
+from minillm.serve.schedule.blocks import COPY, TO_HOST
 
 
 @dataclass(eq=False)
@@ -62,6 +63,7 @@ class Runner:
     def execute(self, step: StepInputs) -> StepOutputs:
         """The pass, and the sampling if it is asked for. Nobody waits for the device here."""
         before, self._sampled = self._sampled, None
+        self._move_blocks(step.moves)
         outputs = self._forward(step, before)
         if len(step.allowed_rows):
             _rule_out_all_but(outputs.logits, step.allowed_rows, step.allowed_ids)
@@ -69,6 +71,15 @@ class Runner:
             outputs.sampled, outputs.faults = _sample(outputs.logits, step, before)
             self._sampled = outputs.sampled.ids
         return outputs
+
+    def _move_blocks(self, moves: np.ndarray) -> None:
+        for kind, source, target in moves.tolist():
+            if kind == COPY:
+                self.cache.copy(source, target)
+            elif kind == TO_HOST:
+                self.cache.to_host([source], [target])
+            else:
+                self.cache.from_host([source], [target])
 
     def _forward(self, step: StepInputs, before: Tensor | None) -> StepOutputs:
         tables, device = self.tables, self.cache.pool.device

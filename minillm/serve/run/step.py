@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minillm.serve.requests.request import Sample
-from minillm.serve.run.step_inputs import NOTHING, Row, SamplingInputs, StepInputs, greedy_inputs, sampling_inputs
+from minillm.serve.run.step_inputs import (
+    NO_MOVES,
+    NOTHING,
+    Row,
+    SamplingInputs,
+    StepInputs,
+    greedy_inputs,
+    sampling_inputs,
+)
+from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.sequence import Plan, Sequence
 
 if TYPE_CHECKING:
@@ -62,12 +71,13 @@ class Step:
 
 class InputBuilder:
     """Makes `StepInputs`. Every running sequence has a row of the block tables (rows x width), the same in each step.
+    pool: whose moves the next step carries out.
 
     A decoding sequence's table changes once every block_size steps, so nearly all rows are only compared.
     """
 
-    def __init__(self, rows: int, width: int):
-        self.num_rows, self.width = rows, width
+    def __init__(self, pool: BlockPool, rows: int, width: int):
+        self.pool, self.num_rows, self.width = pool, rows, width
         self.reset()
 
     def reset(self) -> None:
@@ -117,18 +127,21 @@ class InputBuilder:
             self._places, self._blocks = [], []
         step.forks = num_samples > len(step.ready)
         allowed_rows, allowed_ids = _allowed(step.ready)
+        sampling = _sampling(step) if sampled and step.ready else None
+        moves = self.pool.take_moves()  # last: if anything above raises, the next step carries them out
         return StepInputs(
             tokens=np.array(flat, np.int64),
             starts=np.array(step.starts, np.int64),
             counts=np.array([count for _, count in step.plan.batch], np.int64),
             rows=np.array(step.rows, np.int64),
+            moves=np.array(moves, np.int64) if moves else NO_MOVES,
             table_places=places,
             table_blocks=blocks,
             wanted=np.array(wanted, np.int64),
             allowed_rows=allowed_rows,
             allowed_ids=allowed_ids,
             hidden=hidden,
-            sampling=_sampling(step) if sampled and step.ready else None,
+            sampling=sampling,
         )
 
     def _update(self, sequences: list[Sequence]) -> list[int]:

@@ -3,7 +3,8 @@
     plan of the scheduler ──InputBuilder──▶ StepInputs ──Runner.execute──▶ logits ──▶ ids
 
 So a step can be pickled and sent: every rank that holds a part of the model executes the same `StepInputs` and knows
-all it needs. Whatever else a pass should know of each token or sequence is one more named array here.
+all it needs, down to the blocks that are copied or swapped before the pass. Whatever else a pass should know of each
+token or sequence is one more named array here.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from minillm.model.draw import Draw
 from minillm.serve.requests.params import SamplingParams
 
 NOTHING = np.zeros(0, np.int64)
+NO_MOVES = np.zeros((0, 3), np.int64)
 Row = tuple[SamplingParams, Sequence[int], Draw]  # what a request asks for; its prompt and answer so far; its draws
 
 
@@ -107,6 +109,7 @@ class StepInputs:
     tokens: [n] ids; ~i (below 0) stands for the id that the step before sampled at place i, see `fill_placeholders`.
     starts: [s], position of each sequence's first token here, so how many of its tokens were computed before.
     counts: [s], its tokens in this pass. rows: [s], the row of the block tables that is its own.
+    moves: [m, 3], blocks to copy or swap before the pass, in order: kind, source, target, see `BlockPool.moves`.
     table_places, table_blocks: [c], what changes in the block tables: places in the flattened table, block ids.
     wanted: [r], the tokens whose logits are wanted, as places in `tokens`.
     allowed_rows, allowed_ids: [a], rows of the wanted logits in which only these ids may be sampled; a row that is not
@@ -118,6 +121,7 @@ class StepInputs:
     starts: np.ndarray
     counts: np.ndarray
     rows: np.ndarray
+    moves: np.ndarray
     table_places: np.ndarray
     table_blocks: np.ndarray
     wanted: np.ndarray

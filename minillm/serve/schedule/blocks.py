@@ -4,16 +4,18 @@
       ▲                  ▲                                     │
       └─── evicted ──────┴──────── share, on a hit ────────────┘      free + cached + used = total, always
 
-Numbers only: the keys and values themselves are moved by a `Storage` (`minillm.model.PagedCache`).
+Numbers only: what has to be copied or swapped is noted in `moves`, and whoever executes the next step moves the keys
+and values before its pass reads or writes any.
 Paging: Kwon et al. 2023, §4.2-4.4. Every operation costs O(1) per block, whatever the size of the pool. The pool is not
 locked: the engine that owns it takes one lock around everything that schedules.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from minillm.serve.numbers import check_whole
+
+COPY, TO_HOST, FROM_HOST = range(3)  # on the device; device to host; host to device
 
 
 class Prefix:
@@ -48,33 +50,21 @@ def cache_namespace(adapter: str | None = None, salt: str | None = None) -> Pref
     return Prefix(None, ("root", adapter, salt))
 
 
-class Storage(Protocol):
-    """What moves the contents of blocks; done when it returns, before the next forward pass reads."""
-
-    def copy(self, source: int, target: int) -> None: ...
-    def to_host(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None: ...
-    def from_host(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None: ...
-
-
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens on the device, `num_host_blocks` on the host to swap to."""
+    """`num_blocks` blocks of `block_size` tokens on the device, `num_host_blocks` on the host to swap to.
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        num_host_blocks: int = 0,
-        prefix_cache: bool = True,
-        storage: Storage | None = None,
-    ):
+    moves: (COPY, TO_HOST or FROM_HOST, source, target) of blocks whose contents have to move, in this order, because a
+    later one may overwrite what an earlier one reads.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, num_host_blocks: int = 0, prefix_cache: bool = True):
         for name, value, least in (
             ("num_blocks", num_blocks, 1),
             ("block_size", block_size, 1),
             ("num_host_blocks", num_host_blocks, 0),
         ):
             check_whole(name, value, least)
-        self.total, self.block_size, self.prefix_cache, self.storage = num_blocks, block_size, prefix_cache, storage
+        self.total, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
         self.num_host_blocks = num_host_blocks
         self.evicted = self.copied = 0
         self.reset()
@@ -87,6 +77,7 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached without a holder, the least recently used first
         self._cache: dict[Prefix, int] = {}
         self._prefix: list[Prefix | None] = [None] * self.total
+        self.moves: list[tuple[int, int, int]] = []
         self.withheld: frozenset[int] = frozenset()  # cached, and no lookup finds them for now
 
     @property
@@ -146,13 +137,12 @@ class BlockPool:
                     self._idle[block] = None
 
     def copy_on_write(self, blocks: list[int], index: int) -> None:
-        """After this blocks[index] has one holder, which may write into it; a shared block is copied first."""
+        """After this blocks[index] has one holder, which may write into it: a shared block is replaced by a copy."""
         shared = blocks[index]
         if self.references[shared] == 1:
             return
         [blocks[index]] = self.allocate(1)
-        if self.storage is not None:
-            self.storage.copy(shared, blocks[index])
+        self.moves.append((COPY, shared, blocks[index]))
         self.release([shared])
         self.copied += 1
 
@@ -194,24 +184,28 @@ class BlockPool:
                 self._free.append(block)
 
     def swap_out(self, blocks: Sequence[int]) -> list[int]:
-        """Copies the blocks to the host and releases them; returns the host blocks. Needs as many in `free_host`."""
+        """Moves the blocks to the host and releases them; returns the host blocks. Needs as many in `free_host`."""
         if len(blocks) > len(self._free_host):
             raise RuntimeError(f"{len(blocks)} blocks do not fit the host's {len(self._free_host)} free ones.")
         host_blocks = [self._free_host.pop() for _ in blocks]
-        if self.storage is not None and host_blocks:
-            self.storage.to_host(blocks, host_blocks)
+        self.moves += [(TO_HOST, block, host) for block, host in zip(blocks, host_blocks, strict=True)]
         self.release(blocks)
         return host_blocks
 
     def swap_in(self, host_blocks: Sequence[int], blocks: Sequence[int], *, skip: int = 0) -> None:
-        """Copies host_blocks[i] back into blocks[i], but for the first `skip` (cache hits); frees the host_blocks."""
-        if self.storage is not None and len(host_blocks) > skip:
-            self.storage.from_host(host_blocks[skip:], blocks[skip : len(host_blocks)])
+        """Moves host_blocks[i] back into blocks[i], but for the first `skip` (cache hits); frees the host_blocks."""
+        back = list(zip(host_blocks, blocks, strict=False))[skip:]
+        self.moves += [(FROM_HOST, host, block) for host, block in back]
         self.drop(host_blocks)
 
     def drop(self, host_blocks: Sequence[int]) -> None:
         """Gives host_blocks on the host back unread."""
         self._free_host.extend(host_blocks)
+
+    def take_moves(self) -> list[tuple[int, int, int]]:
+        """The moves so far, for whoever carries them out."""
+        moves, self.moves = self.moves, []
+        return moves
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)

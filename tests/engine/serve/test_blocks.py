@@ -8,28 +8,26 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from minillm.serve.schedule import blocks as blocks_module
-from minillm.serve.schedule.blocks import BlockPool, Prefix, cache_namespace
+from minillm.serve.schedule.blocks import FROM_HOST, TO_HOST, BlockPool, Prefix, cache_namespace
 
 SIZE, TOTAL, HOST = 3, 8, 4
 
 
 class Contents:
-    """A storage of token lists."""
+    """The tokens in blocks on the device and on the host, moved as a runner moves them: not before they are used."""
 
-    def __init__(self):
-        self.device = {block: [] for block in range(TOTAL)}
+    def __init__(self, pool):
+        self.pool = pool
+        self.on_device = {block: [] for block in range(TOTAL)}
         self.host = {slot: [] for slot in range(HOST)}
 
-    def copy(self, source, target):
-        self.device[target] = list(self.device[source])
-
-    def to_host(self, blocks, slots):
-        for block, slot in zip(blocks, slots, strict=True):
-            self.host[slot] = list(self.device[block])
-
-    def from_host(self, slots, blocks):
-        for slot, block in zip(slots, blocks, strict=True):
-            self.device[block] = list(self.host[slot])
+    @property
+    def device(self):
+        for kind, source, target in self.pool.take_moves():
+            read = self.host if kind == FROM_HOST else self.on_device
+            written = self.host if kind == TO_HOST else self.on_device
+            written[target] = list(read[source])
+        return self.on_device
 
 
 class Reader:
@@ -49,8 +47,8 @@ class Pool(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.contents = Contents()
-        self.pool = BlockPool(TOTAL, SIZE, num_host_blocks=HOST, storage=self.contents)
+        self.pool = BlockPool(TOTAL, SIZE, num_host_blocks=HOST)
+        self.contents = Contents(self.pool)
         self.alive = []
 
     def write(self, reader, start):
@@ -199,8 +197,8 @@ def test_the_least_recently_used_goes_first_and_from_its_end():
 
 
 def test_copy_on_write_copies_one_block_per_fork():
-    contents = Contents()
-    pool = BlockPool(TOTAL, SIZE, storage=contents)
+    pool = BlockPool(TOTAL, SIZE)
+    contents = Contents(pool)
     tables = [pool.allocate(2)]
     contents.device[tables[0][1]] = [5]
     tables += [pool.share(tables[0]) for _ in range(2)]
@@ -211,17 +209,15 @@ def test_copy_on_write_copies_one_block_per_fork():
 
 
 def test_what_is_still_cached_is_not_copied_back():
-    moved = []
-    contents = Contents()
-    contents.from_host = lambda slots, blocks: moved.append((list(slots), list(blocks)))
-    pool = BlockPool(4, 2, num_host_blocks=4, storage=contents)
+    pool = BlockPool(4, 2, num_host_blocks=4)
     blocks, chain = pool.allocate(3), chain_of([1, 2, 3, 4, 5, 6])
     for block, prefix in zip(blocks[:2], chain, strict=False):
         pool.cache_block(block, prefix)
     slots = pool.swap_out(blocks)
+    assert pool.take_moves() == [(TO_HOST, block, slot) for block, slot in zip(blocks, slots, strict=True)]
     back = pool.share(pool.lookup(chain)) + pool.allocate(1)
     pool.swap_in(slots, back, skip=2)
-    assert back[:2] == blocks[:2] and moved == [(slots[2:], back[2:])] and pool.free_host == 4
+    assert back[:2] == blocks[:2] and pool.moves == [(FROM_HOST, slots[2], back[2])] and pool.free_host == 4
 
 
 def test_misuse_is_told():

@@ -15,7 +15,7 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.draw import sample_seed
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block
-from minillm.serve import LLM, Plan, SamplingParams, Sequence
+from minillm.serve import LLM, BlockPool, Plan, SamplingParams, Sequence
 from minillm.serve.run.decode_graphs import DecodeGraphs
 from minillm.serve.run.model_runner import Runner, StepOutputs
 from minillm.serve.run.step import InputBuilder
@@ -226,7 +226,7 @@ def test_a_greedy_step_reads_back_once(speculating, recording, monkeypatch):
 
 
 def test_only_changes_of_block_tables_go_to_the_device():
-    builder, sequence = InputBuilder(3, 4), Sequence([1, 2, 3], 9)
+    builder, sequence = InputBuilder(BlockPool(10, 4), 3, 4), Sequence([1, 2, 3], 9)
 
     def changes(blocks):
         sequence.blocks = blocks

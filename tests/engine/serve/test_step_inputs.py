@@ -12,32 +12,23 @@ from minillm.model.paged import PagedCache
 from minillm.serve import LLM
 from minillm.serve.run.model_runner import Runner
 from minillm.serve.run.step_inputs import SamplingInputs, StepInputs
-
-
-class Both:
-    """A storage of two ranks: what moves blocks on one moves them on the other."""
-
-    def __init__(self, *caches):
-        self.caches = caches
-
-    def __getattr__(self, name):
-        return lambda *args: [getattr(cache, name)(*args) for cache in self.caches]
+from minillm.serve.schedule.blocks import COPY, FROM_HOST, TO_HOST
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_second_runner_executes_what_was_sent(async_scheduling, graphs):
-    """Prompts in pieces, forks, preemption, every kind of sampling, placeholders; each keeps its own tables and ids."""
+    """Prompts in pieces, copies for forks, swapping, all kinds of sampling, placeholders; each has its own tables."""
     llm = LLM(MODEL, async_scheduling=async_scheduling, graphs=graphs, chunk=5, preemption="swap", **TIGHT)
     cache = PagedCache(MODEL.config, llm.pool.total, 4, num_host_blocks=llm.pool.num_host_blocks)
     rows, width = llm.runner.tables.host.shape
     twin = Runner(MODEL, cache, llm.backend, table_rows=rows, table_width=width, graphs=12 * graphs)
-    llm.pool.storage = Both(llm.cache, cache)
-    execute, placeholders, sent = llm.runner.execute, [], []
+    execute, placeholders, sent, moved = llm.runner.execute, [], [], set()
 
     def both(step):
         message = pickle.dumps(step)
         placeholders.append((step.tokens < 0).any())
+        moved.update(step.moves[:, 0].tolist())
         mine, its = execute(step), twin.execute(pickle.loads(message))
         assert torch.equal(mine.logits, its.logits)
         if step.sampling is None:
@@ -53,7 +44,8 @@ def test_a_second_runner_executes_what_was_sent(async_scheduling, graphs):
     assert all(output.error is None for output in outputs) and sum(output.preemptions for output in outputs) > 0
     assert sum(sent) >= sum(len(answer.ids) for output in outputs for answer in output.answers)
     assert any(placeholders) == async_scheduling
-    assert (llm.cache.pool == cache.pool).all()
+    assert moved == {COPY, TO_HOST, FROM_HOST}
+    assert (llm.cache.pool == cache.pool).all() and (llm.cache.host == cache.host).all()
 
 
 def test_a_step_holds_arrays_of_whole_numbers_alone():
@@ -69,3 +61,23 @@ def test_a_step_holds_arrays_of_whole_numbers_alone():
         for each in fields(SamplingInputs) if step.sampling is not None else ():
             value = getattr(step.sampling, each.name)
             assert value is None or isinstance(value, int | np.ndarray)
+
+
+def test_moves_of_a_step_that_was_not_executed_are_made_up_for():
+    """A sequence is swapped out for a step that fails before its inputs are made: it comes back with its own keys."""
+    llm, failed = LLM(MODEL, preemption="swap", **TIGHT), []
+    build = llm.core.builder.build
+
+    def broken(step, *args, **options):
+        if not failed and any(kind == TO_HOST for kind, _, _ in llm.pool.moves):
+            failed.append([sequence.name for sequence in step.plan.preempted])
+            raise RuntimeError("no inputs")
+        return build(step, *args, **options)
+
+    llm.core.builder.build = broken
+    prompts, params = everything()
+    outputs = llm.generate(prompts, params)
+    assert failed[0]
+    for output, right in zip(outputs, LLM(MODEL).generate(prompts, params), strict=True):
+        assert output.error or [each.ids for each in output.answers] == [each.ids for each in right.answers]
+    assert all(output.error is None for output in outputs if f"{output.request_id}/0" in failed[0])
