@@ -28,6 +28,7 @@ from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.model import Transformer, load_hf
 from minillm.model.generate import device_of, folder_of, generate, heal
 from minillm.model.hf.generation_config import read_generation_config
+from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import Output, prompt_ids
@@ -39,7 +40,6 @@ TEMPERATURE = 0.8  # of a checkpoint that says nothing
 BLOCK_SIZE, FULL_LENGTHS = 16, 16  # the pool holds the file's requests, at most so many of the model's full length
 LARGEST_BATCH = 256 << 20  # bytes of a file of prompts
 FIELDS = ("prompt", *(field.name for field in fields(SamplingParams)))
-
 
 TEXT, SAMPLING, MODEL = (partial(Option, rich_help_panel=panel) for panel in ("Prompts", "Sampling", "Model"))
 
@@ -77,6 +77,7 @@ def command(
         str | None, MODEL(metavar="NAME", help=f"Draft tokens and check several in a pass: {', '.join(PROPOSERS)}.")
     ] = None,
     k: Annotated[str, MODEL("--k", help="With --speculate: draft tokens per pass, a number or 'adaptive'.")] = "4",
+    kv: Annotated[str | None, MODEL(metavar="NAME", help=f"8-bit keys and values: {', '.join(KV_FORMATS)}.")] = None,
     compile: Annotated[bool, MODEL("--compile", help="Run the model's blocks through torch.compile.")] = False,
     json_file: JsonFile = None,
 ) -> int:
@@ -90,6 +91,8 @@ def command(
         raise ValueError(f"--speculate: no proposer {speculate!r}: use one of {', '.join(PROPOSERS)}")
     if is_given(invocation, "k") and speculate is None:
         raise ValueError(f"--k {k} is a number of guesses: say with --speculate NAME who guesses")
+    if kv is not None and kv not in KV_FORMATS:
+        raise ValueError(f"--kv {kv} is unknown: use one of {', '.join(KV_FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype} is unknown: use one of {', '.join(DTYPES)}")
     if system is not None and not chat:
@@ -104,7 +107,7 @@ def command(
     wanted = DTYPES[dtype or ("float32" if where.type == "cpu" else "auto")]
     network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
     options = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k)}
-    options |= {"compile": True} if compile else {}
+    options |= ({"compile": True} if compile else {}) | ({} if kv is None else {"kv_dtype": kv})
     params = SamplingParams(**defaults)
     if requests is None:
         ids, first = (chat_ids(tokenizer, prompt, system), None) if chat else healed(tokenizer, prompt)

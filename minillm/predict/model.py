@@ -174,9 +174,23 @@ def causal_context(seq: int, window: int | None = None) -> float:
     return (window * (window + 1) / 2 + (seq - window) * window) / seq
 
 
-def kv_bytes_per_token(shape: Shape, bytes_per_element: int = 2) -> int:
-    """Bytes the cache grows by per token: a key and a value of every kv head in every layer."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * bytes_per_element
+def kv_bytes_per_token(shape: Shape, bytes_per_element: int = 2, *, scale_bytes: int = 0) -> int:
+    """Bytes the cache grows by per token: a key and a value of every kv head in every layer, each with its scale.
+
+    scale_bytes: of one scale, if the cache is quantized with one for each token and head (1 byte an element, then).
+    """
+    return 2 * shape.num_layers * shape.num_kv_heads * (shape.head_dim * bytes_per_element + scale_bytes)
+
+
+def kv_tokens(shape: Shape, pool_bytes: float, bytes_per_element: int = 2, *, scale_bytes: int = 0) -> int:
+    """Tokens whose keys and values fit: in 8 bits 2 · head_dim / (head_dim + scale_bytes) times as many as in 16."""
+    return int(pool_bytes // kv_bytes_per_token(shape, bytes_per_element, scale_bytes=scale_bytes))
+
+
+def windowed_blocks(window: int, block_size: int, step_tokens: int = 1) -> int:
+    """Blocks that a sequence holds at most, if all layers have a sliding window: of the window - 1 keys before a step
+    and of the step's tokens, wherever in a block they begin."""
+    return (window - 1 + step_tokens + block_size - 2) // block_size + 1
 
 
 def bits_per_byte(nats_per_token: float, tokens: int, text_bytes: int) -> float:

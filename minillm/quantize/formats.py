@@ -49,6 +49,7 @@ class Format(ABC):
     group: int | None = None
     scale_dtype: torch.dtype = torch.bfloat16
     bits: ClassVar[int] = 8
+    code_dtype: ClassVar[torch.dtype] = torch.uint8
 
     def __post_init__(self):
         if self.group is not None and (not isinstance(self.group, int) or self.group < 1):
@@ -85,6 +86,15 @@ class Format(ABC):
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
         """What `encode`'s codes stand for."""
 
+    def encode_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [..., size], each with a scale of its own -> codes [..., size] and scales [...]."""
+        scale, zero = self.fit(rows)
+        return self.encode(rows, Grid(scale[..., None], zero)), scale
+
+    def decode_rows(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """What `encode_rows` rounded them to, in the scale's dtype."""
+        return self.decode(codes, Grid(scale[..., None]))
+
     def pack(self, codes: Tensor) -> Tensor:
         """[out, in] codes, one to an element -> as they are kept."""
         return codes
@@ -104,6 +114,7 @@ class Int(Format):
 
     bits: int = 8
     symmetric: bool = True
+    code_dtype: ClassVar[torch.dtype] = torch.int8
 
     def __post_init__(self):
         super().__post_init__()

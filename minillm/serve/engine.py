@@ -19,6 +19,7 @@ from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.model.config import check_generates
 from minillm.model.paged import Backend, PagedCache, default_backend
+from minillm.quantize.kv import kv_format_named
 from minillm.serve.numbers import check_whole
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import Delta, Output, OutputCursor, Request, pairs
@@ -50,7 +51,8 @@ class LLM:
     None = on a CUDA GPU. compile: blocks through torch.compile, see `run/optimise.py`: True, or the name of one of its
     backends. graphs: whether steps of single tokens are replayed, see `run/decode_graphs.py`; None = on a CUDA
     GPU whose backend reads keys where they lie. async_scheduling: the host prepares a step while the device computes
-    the one before it, see `run/async_scheduling.py`.
+    the one before it, see `run/async_scheduling.py`. kv_dtype: "int8" or "fp8" keeps keys and values in 8 bits with a
+    scale for each token and head (`minillm/model/paged/quantized.py`); None = as the model computes them.
     Any thread may add, cancel, generate and stream, also during a forward pass; steps happen one at a time. A step that
     Ctrl-C ends fails the requests that had begun, once the next step finds it so; those that wait stay queued.
     """
@@ -75,6 +77,7 @@ class LLM:
         compile: bool | str = False,
         graphs: bool | None = None,
         async_scheduling: bool = False,
+        kv_dtype: str | None = None,
         scheduler: type[Scheduler] = Scheduler,
         **scheduling,
     ):
@@ -90,16 +93,18 @@ class LLM:
 
             compile_blocks(model, compile)
         self.backend = backend or default_backend(weight.device, weight.dtype)
+        self.kv_dtype, kv_format = kv_dtype, kv_format_named(kv_dtype, self.backend)
         if num_blocks is None:
             limits = {name: scheduling[name] for name in ("max_num_seqs", "token_budget") if name in scheduling}
-            num_blocks = default_num_blocks(model, block_size, gpu_memory_utilization, **limits)
+            num_blocks = default_num_blocks(model, block_size, gpu_memory_utilization, kv_format=kv_format, **limits)
         if num_host_blocks is None:
             swaps = scheduling.get("preemption") == "swap"
-            num_host_blocks = default_num_host_blocks(model, block_size, num_blocks) if swaps else 0
-        check_fits(model, block_size, num_blocks, num_host_blocks)
+            num_host_blocks = default_num_host_blocks(model, block_size, num_blocks, kv_format) if swaps else 0
+        check_fits(model, block_size, num_blocks, num_host_blocks, kv_format)
         self.pool = BlockPool(num_blocks, block_size, num_host_blocks=num_host_blocks, prefix_cache=prefix_cache)
         self.scheduler = scheduler(self.pool, **scheduling)
-        where = {"num_host_blocks": num_host_blocks, "device": weight.device, "dtype": weight.dtype}
+        where = {"num_host_blocks": num_host_blocks, "device": weight.device}
+        where |= {"dtype": weight.dtype, "format": kv_format}
         self.cache = self.pool.storage = PagedCache(model.config, num_blocks, block_size, **where)
         most = self.scheduler.max_num_seqs
         self.runner = Runner(

@@ -11,6 +11,9 @@ On a GPU, in place of gather.py:
     split.py       how the programs of a kernel share a step's queries and keys
     triton.py      the kernel, which reads keys where they lie; the default
     flashinfer.py  FlashInfer's kernels, where that package is installed
+
+A quantized cache, with keys and values in 8 bits: quantized.py says what lies in the blocks and how it is written and
+read, cache.py allocates it, gather.py and triton.py read it, ../../quantize/kv.py names the formats.
 """
 
 from minillm.model.paged.backend import Backend, default_backend

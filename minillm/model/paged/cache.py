@@ -18,6 +18,7 @@ from minillm.model.attention.causal import Attend
 from minillm.model.config import ModelConfig
 from minillm.model.paged.backend import Backend
 from minillm.model.paged.gather import gathered
+from minillm.model.paged.quantized import QuantizedPool, RowFormat, write_rows
 from minillm.model.paged.tables import slots_of_tokens, to_device
 
 
@@ -66,8 +67,9 @@ def prepare_pass(backend, q, k_pool, block_table, query_lens, context_lens, **op
 class PagedCache:
     """Keys and values of all layers in blocks, on the device and, for preempted sequences, on the host.
 
-    2 · layers · block_size · kv_heads · head_dim numbers a block. The block pool of `minillm.serve` decides which
-    sequence owns which block.
+    2 · layers · block_size · kv_heads · head_dim numbers a block; with a format as many codes of 8 bits, and a scale
+    for each head_dim of them (`quantized.py`). The block pool of `minillm.serve` decides which sequence owns which
+    block.
     """
 
     def __init__(
@@ -79,25 +81,47 @@ class PagedCache:
         num_host_blocks: int = 0,
         device=None,
         dtype: torch.dtype | None = None,
+        format: RowFormat | None = None,
     ):
         shape = (2, config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.block_size = block_size
-        self.pool = torch.zeros(shape, device=device, dtype=dtype)
-        pinned = self.pool.is_cuda
-        host_shape = (num_host_blocks, *shape[:2], *shape[3:])  # a block in one piece, for one copy
-        self.host = torch.zeros(host_shape, dtype=dtype, device="cpu", pin_memory=pinned)
+        self.block_size, self.format = block_size, format
+        self._parts: list[tuple[Tensor, Tensor]] = []  # on the device and on the host
+        of_parts = [(shape, dtype)]
+        if format is not None:
+            of_parts = [(shape, format.code_dtype), (shape[:-1], format.scale_dtype)]
+        for size, kind in of_parts:
+            pool = torch.zeros(size, device=device, dtype=kind)
+            of_host = (num_host_blocks, *size[:2], *size[3:])  # a block in one piece, for one copy
+            self._parts.append((pool, torch.zeros(of_host, dtype=kind, device="cpu", pin_memory=pool.is_cuda)))
+        self.pool, self.host = self._parts[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the blocks on the device, scales included."""
+        return sum(pool.nbytes for pool, _ in self._parts)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor] | tuple[QuantizedPool, QuantizedPool]:
+        """Its keys and its values."""
+        if self.format is None:
+            return self.pool[0, index], self.pool[1, index]
+        (codes, _), (scales, _) = self._parts
+        keys, values = (QuantizedPool(codes[kind, index], scales[kind, index], self.format) for kind in (0, 1))
+        return keys, values
 
     def copy(self, source: int, target: int) -> None:
-        self.pool[:, :, target] = self.pool[:, :, source]
+        for pool, _ in self._parts:
+            pool[:, :, target] = pool[:, :, source]
 
     def to_host(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """The host does not wait: whatever reads `host` or writes these blocks later is queued behind on the device."""
-        for block, slot in zip(blocks, slots, strict=True):
-            self.host[slot].copy_(self.pool[:, :, block], non_blocking=True)
+        for pool, host in self._parts:
+            for block, slot in zip(blocks, slots, strict=True):
+                host[slot].copy_(pool[:, :, block], non_blocking=True)
 
     def from_host(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        for slot, block in zip(slots, blocks, strict=True):
-            self.pool[:, :, block].copy_(self.host[slot], non_blocking=True)
+        for pool, host in self._parts:
+            for slot, block in zip(slots, blocks, strict=True):
+                pool[:, :, block].copy_(host[slot], non_blocking=True)
 
     def batch(
         self, tables: Sequence[Sequence[int]], starts: Sequence[int], query_lens: Sequence[int], backend=gathered
@@ -128,9 +152,9 @@ class PagedAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None, **options
     ) -> Tensor:
-        k_pool, v_pool = self.cache.pool[:, layer]
-        k_pool.flatten(0, 1)[self.slot_mapping] = k[0].transpose(0, 1)
-        v_pool.flatten(0, 1)[self.slot_mapping] = v[0].transpose(0, 1)
+        k_pool, v_pool = self.cache.layer(layer)
+        write_rows(k_pool, self.slot_mapping, k[0].transpose(0, 1))
+        write_rows(v_pool, self.slot_mapping, v[0].transpose(0, 1))
         flat = q[0].transpose(0, 1).contiguous()
         key = (window, *options.values())
         if key not in self._attend:

@@ -23,6 +23,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 class FlashInfer:
     """A backend of `paged_attention`, shapes as there. ValueError without the package, and for other dtypes."""
 
+    reads_codes = False  # of a `QuantizedPool`
+
     def __init__(self):
         if find_spec("flashinfer") is None:
             raise ValueError(

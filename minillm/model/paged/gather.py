@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minillm.model.attention.causal import Attend
 from minillm.model.paged.loop import reachable, wide
+from minillm.model.paged.quantized import read_rows
 
 GROUP_BYTES, GPU_GROUP_BYTES = 1 << 20, 1 << 28  # keys and values that are gathered together, of several sequences
 
@@ -30,7 +31,7 @@ class Gathered:
         self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None, soft_cap: float | None = None
     ) -> Attend:
         device, block_size = k_pool.device, k_pool.shape[1]
-        slot_bytes = 2 * k_pool[0, 0].numel() * k_pool.element_size()
+        slot_bytes = 2 * k_pool.shape[2] * k_pool.shape[3] * q.element_size()
         room = (GROUP_BYTES if device.type == "cpu" else GPU_GROUP_BYTES) // slot_bytes
         counts = zip(query_lens, context_lens, strict=True)
         seen = [keys if window is None else min(keys, queries + window - 1) for queries, keys in counts]
@@ -88,10 +89,7 @@ class _Group:
     def __call__(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         _, _, kv_heads, head_dim = k_pool.shape
         keys, values = (
-            pool.view(-1, kv_heads * head_dim)
-            .index_select(0, self.slots)
-            .view(self.sequences, -1, kv_heads, head_dim)
-            .transpose(1, 2)
+            read_rows(pool, self.slots, q.dtype).view(self.sequences, -1, kv_heads, head_dim).transpose(1, 2)
             for pool in (k_pool, v_pool)
         )
         rows = q.view(self.sequences, self.queries, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from minillm.model.paged.quantized import read_rows
+
 
 def block_by_block(
     q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None, soft_cap: float | None = None
@@ -25,10 +27,12 @@ def _one_sequence(q, k_pool, v_pool, table: Tensor, context: int, window: int | 
     rows = q.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3).to(wide(q)) / math.sqrt(head_dim)
     largest = rows.new_full((kv_heads, group, queries, 1), float("-inf"))
     total, weighted = torch.zeros_like(largest), torch.zeros_like(rows)
-    for index in range(-(-context // block_size)):
+    first = 0 if window is None else max(0, context - queries - window + 1)  # what no query sees may be gone
+    for index in range(first // block_size, -(-context // block_size)):
         start, end = index * block_size, min((index + 1) * block_size, context)
         mask = reachable(context - queries, queries, start, end, window, q.device)
-        keys, values = (pool[table[index], : end - start].to(rows.dtype) for pool in (k_pool, v_pool))
+        slots = table[index] * block_size + torch.arange(end - start, device=q.device)
+        keys, values = (read_rows(pool, slots, rows.dtype) for pool in (k_pool, v_pool))
         scores = torch.einsum("hgqd,khd->hgqk", rows, keys)
         scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
         scores = scores.masked_fill(~mask, float("-inf"))

@@ -9,6 +9,7 @@ keys        0 ········ │ ········ │ ········ │ ·�
 
 Rows of a tile are the query heads of one kv head (for a prompt piece: of several tokens), so that each key is read once
 for all of them. Keys come by their slot number one by one, not block by block: blocks may be of any size, 1 included.
+Of a `QuantizedPool` codes are multiplied; a key's scale then multiplies its score, a value's scale its weight.
 On the CPU only in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts.
 """
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from minillm.model.attention.causal import Attend
 from minillm.model.kernels import TILE_BYTES, UNLIMITED, check_kernel, factors, kernel, tl, triton
+from minillm.model.paged.quantized import QuantizedPool
 from minillm.model.paged.split import count_splits, cut_tiles, share_work
 from minillm.model.paged.tables import to_device
 
@@ -48,7 +50,7 @@ class TritonSplitKV:
     def prepare(
         self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None, soft_cap: float | None = None
     ) -> Attend:
-        check_kernel("triton_split_kv", "backend=gathered", queries=q, keys=k_pool)
+        check_kernel("triton_split_kv", "backend=gathered", queries=q, **_floats(keys=k_pool))
         heads, kv_heads = q.shape[1], k_pool.shape[2]
         kernel = _Launch.of(q, k_pool, max(query_lens), window, soft_cap)
         tiles = cut_tiles(query_lens, context_lens, kernel.rows // (heads // kv_heads))
@@ -101,7 +103,7 @@ class TritonDecode:
     def prepare(
         self, q, k_pool, tables: Tensor, plan: Tensor, *, window: int | None, soft_cap: float | None = None
     ) -> Attend:
-        check_kernel("triton_split_kv", "backend=gathered", queries=q, keys=k_pool)
+        check_kernel("triton_split_kv", "backend=gathered", queries=q, **_floats(keys=k_pool))
         work, places = plan.int().split((7 * self.programs, 3 * self.size))
         kernel = _Launch.of(q, k_pool, 1, window, soft_cap)
         return partial(kernel, tables, work.view(-1, 7), places.view(-1, 3), self.programs, self.most)
@@ -124,7 +126,8 @@ class _Launch:
         columns = min(64, max(16, TILE_BYTES // (dims * q.element_size())))
         rows = min(columns, triton.next_power_of_2(longest * group))
         rows = max(16, rows, triton.next_power_of_2(group))
-        constants = (group, head_dim, block_size, rows, columns, dims, factors(q.dtype), soft_cap or 0.0)
+        codes = {torch.int8: 1, torch.uint8: 2}[k_pool.dtype] if isinstance(k_pool, QuantizedPool) else 0
+        constants = (group, head_dim, block_size, rows, columns, dims, factors(q.dtype), soft_cap or 0.0, codes)
         return cls(head_dim, rows, UNLIMITED if window is None else window, constants)
 
     def __call__(
@@ -135,17 +138,21 @@ class _Launch:
         partial_tokens: int,
         most: int,
         q: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
+        k_pool: Tensor | QuantizedPool,
+        v_pool: Tensor | QuantizedPool,
     ) -> Tensor:
         """work: [programs, 7], places: [tokens, 3], int32, see `share_work`. most: splits of a tile."""
-        _check_layer(q, k_pool, v_pool)
+        scales = (q, q)  # which the kernel does not read
+        if isinstance(k_pool, QuantizedPool):
+            scales, (k_pool, v_pool) = (k_pool.scale, v_pool.scale), (k_pool.codes, v_pool.codes)
+        else:
+            _check_layer(q, k_pool, v_pool)
         q, (tokens, heads, head_dim) = q.contiguous(), q.shape
         kind = q.dtype if most == 1 else torch.float32
         parts = torch.empty((partial_tokens, heads, head_dim), device=q.device, dtype=kind)
         log_sums = torch.empty((partial_tokens, heads), device=q.device, dtype=torch.float32)
         attend[len(work), k_pool.shape[2]](
-            *(q, k_pool, v_pool, block_table, work, parts, log_sums, head_dim**-0.5, self.reach),
+            *(q, k_pool, v_pool, *scales, block_table, work, parts, log_sums, head_dim**-0.5, self.reach),
             *(block_table.shape[1], *k_pool.stride()[:3], *self.constants),
             num_stages=2,
         )
@@ -164,6 +171,8 @@ def attend(
     q,  # [tokens, heads, head_dim]
     k_pool,  # [num_blocks, block_size, kv_heads, head_dim]
     v_pool,
+    k_scales,  # [num_blocks, block_size, kv_heads], float32, if CODES
+    v_scales,
     block_table,  # [sequences, table_width]
     work,  # [programs, 7], int32: see `share_work`
     parts,  # [partial tokens, heads, head_dim]: softmax over one split's keys, times values
@@ -182,6 +191,7 @@ def attend(
     DIMS: tl.constexpr,
     FACTORS: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    CODES: tl.constexpr,  # what the pools hold: 0 = floats, 1 = int8, 2 = the bits of e4m3
 ):
     item, kv_head = work + 7 * tl.program_id(0), tl.program_id(1)
     sequence, token, count, position = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
@@ -208,10 +218,15 @@ def attend(
         block = tl.load(block_table + sequence * table_width + k_position // BLOCK_SIZE, mask=there, other=0)
         slot = block.to(tl.int64) * block_stride + k_position % BLOCK_SIZE * slot_stride + kv_head * head_stride
         k_mask = there[:, None] & wide[None, :]
-        keys = tl.load(k_pool + slot[:, None] + dim[None, :], mask=k_mask, other=0.0).to(FACTORS)
-        values = tl.load(v_pool + slot[:, None] + dim[None, :], mask=k_mask, other=0.0).to(FACTORS)
+        keys = tl.load(k_pool + slot[:, None] + dim[None, :], mask=k_mask, other=0)
+        values = tl.load(v_pool + slot[:, None] + dim[None, :], mask=k_mask, other=0)
+        if CODES == 2:
+            keys, values = e4m3(keys), e4m3(values)
+        keys, values = keys.to(FACTORS), values.to(FACTORS)
 
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if CODES > 0:
+            scores = scores * tl.load(k_scales + slot // HEAD_DIM, mask=there, other=0.0)[None, :]
         if SOFT_CAP > 0:  # cap · tanh(score / cap), by a function that the interpreter has, too
             scores = SOFT_CAP * (2 * tl.sigmoid(scores * (2 / SOFT_CAP)) - 1)
         distance = q_position[:, None] - k_position[None, :]
@@ -220,6 +235,8 @@ def attend(
         pivot = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: exp(-inf - 0) = 0, not nan
         weights, shrink = tl.exp(scores - pivot[:, None]), tl.exp(largest - pivot)
         total = total * shrink + tl.sum(weights, 1)
+        if CODES > 0:
+            weights = weights * tl.load(v_scales + slot // HEAD_DIM, mask=there, other=0.0)[None, :]
         product = tl.dot(weights.to(FACTORS), values, input_precision="ieee")
         weighted = weighted * shrink[:, None] + product
         largest = higher
@@ -228,6 +245,13 @@ def attend(
     out = q_row + (partial_token - token).to(tl.int64) * tl.num_programs(1) * GROUP
     tl.store(parts + out[:, None] * HEAD_DIM + dim[None, :], weighted / total[:, None], mask=q_mask)
     tl.store(log_sums + out, largest + tl.log(total), mask=inside)
+
+
+@_kernel
+def e4m3(codes):
+    """Their numbers, by way of float16, whose exponent begins 8 lower: for GPUs that know no float8, too."""
+    bits = (codes.to(tl.int16) & 128) << 8 | (codes.to(tl.int16) & 127) << 7
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256
 
 
 @_kernel
@@ -249,6 +273,10 @@ def combine(parts, log_sums, places, y, HEAD_DIM: tl.constexpr, DIMS: tl.constex
 
 def _units(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _floats(**pools: Tensor | QuantizedPool) -> dict[str, Tensor]:
+    return {name: pool for name, pool in pools.items() if isinstance(pool, Tensor)}
 
 
 def _check_layer(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:

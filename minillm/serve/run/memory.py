@@ -11,6 +11,8 @@ import psutil
 import torch
 
 from minillm.model import ModelConfig, Transformer
+from minillm.model.paged.quantized import RowFormat
+from minillm.predict.model import kv_bytes_per_token
 from minillm.serve.numbers import check_whole
 
 GPU_SHARE, CPU_SHARE, DRAFT_SHARE = 0.9, 0.3, 0.1
@@ -23,8 +25,9 @@ def default_num_blocks(
     *,
     max_num_seqs: int = 64,
     token_budget: int = 512,
+    kv_format: RowFormat | None = None,
 ) -> int:
-    """Blocks for an engine. ValueError if there is no room for a single one."""
+    """Blocks for an engine. kv_format: see `PagedCache`. ValueError if there is no room for a single one."""
     check_whole("max_num_seqs", max_num_seqs, 1)
     check_whole("token_budget", token_budget, 1)
     weight = model.embedding.weight
@@ -33,7 +36,7 @@ def default_num_blocks(
     if not isinstance(share, Real) or not 0 < share <= 1:
         raise ValueError(f"gpu_memory_utilization {utilization!r} must be above 0 and at most 1, or None.")
     room = _gpu_room(model, share, token_budget) if on_gpu else share * psutil.virtual_memory().available
-    fits = int(room // block_bytes(model.config, block_size, weight.dtype))
+    fits = int(room // block_bytes(model.config, block_size, weight.dtype, kv_format))
     if fits < 1:
         raise ValueError(
             f"no memory is left for keys and values on {weight.device} at gpu_memory_utilization {share}: raise it, "
@@ -42,19 +45,24 @@ def default_num_blocks(
     return min(fits, max_num_seqs * blocks_of_full_length(model.config, block_size))
 
 
-def default_num_host_blocks(model: Transformer, block_size: int, num_blocks: int) -> int:
+def default_num_host_blocks(
+    model: Transformer, block_size: int, num_blocks: int, kv_format: RowFormat | None = None
+) -> int:
     """Blocks on the host to swap to: as many as on the device, if a share of the free RAM holds them."""
     room = CPU_SHARE * psutil.virtual_memory().available
-    return min(num_blocks, int(room // block_bytes(model.config, block_size, model.embedding.weight.dtype)))
+    size = block_bytes(model.config, block_size, model.embedding.weight.dtype, kv_format)
+    return min(num_blocks, int(room // size))
 
 
-def check_fits(model: Transformer, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
+def check_fits(
+    model: Transformer, block_size: int, num_blocks: int, num_host_blocks: int, kv_format: RowFormat | None = None
+) -> None:
     """ValueError for more blocks than the whole memory of the device, or of the host, holds."""
     weight, ram = model.embedding.weight, psutil.virtual_memory().total
     device = torch.cuda.mem_get_info(weight.device)[1] if weight.is_cuda else ram
     for name, number, memory in (("num_blocks", num_blocks, device), ("num_host_blocks", num_host_blocks, ram)):
         check_whole(name, number, int(name == "num_blocks"))
-        size = number * block_bytes(model.config, block_size, weight.dtype)
+        size = number * block_bytes(model.config, block_size, weight.dtype, kv_format)
         if size > memory:
             raise ValueError(
                 f"{name} {number} blocks are {size / 1e9:,.1f} GB of keys and values, and the memory is "
@@ -70,9 +78,12 @@ def draft_num_blocks(model: Transformer, block_size: int) -> int:
     return max(full, min(16 * full, fits))
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, kv_format: RowFormat | None = None) -> int:
     """Bytes of one block: keys and values of block_size tokens in all layers."""
-    return 2 * config.num_layers * max(block_size, 1) * config.num_kv_heads * config.head_dim * dtype.itemsize
+    if kv_format is None:
+        return max(block_size, 1) * kv_bytes_per_token(config, dtype.itemsize)
+    sizes = {"bytes_per_element": kv_format.code_dtype.itemsize, "scale_bytes": kv_format.scale_dtype.itemsize}
+    return max(block_size, 1) * kv_bytes_per_token(config, **sizes)
 
 
 def blocks_of_full_length(config: ModelConfig, block_size: int) -> int:

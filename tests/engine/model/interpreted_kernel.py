@@ -9,11 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_paged import scattered
+from test_paged_quantized import pool_of
 
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block, gathered, paged_attention
+from minillm.model.paged.quantized import QuantizedPool
 from minillm.model.paged.triton import TritonSplitKV, triton_split_kv
+from minillm.quantize.kv import KV_FORMATS
 from minillm.serve import LLM, SamplingParams
 
 
@@ -111,6 +114,52 @@ def test_decoding_with_programs_that_are_the_same_for_all_lengths(window, splits
     outputs = llm.generate(prompts, SamplingParams(max_tokens=4))
     assert [o.answers[0].ids for o in outputs] == [list(generate(model, prompt, 4)) for prompt in prompts]
     assert list(llm.runner.graphs.graphs) == [4]  # three sequences, filled up
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    lengths=st.lists(
+        st.integers(1, 20).flatmap(lambda c: st.tuples(st.integers(1, c), st.just(c))), min_size=1, max_size=2
+    ),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 3]),
+    block_size=st.sampled_from([1, 3, 16]),
+    head_dim=st.sampled_from([5, 16, 24]),
+    window=st.none() | st.integers(1, 41),
+    splits=st.sampled_from([None, 2]),
+    format=st.sampled_from(sorted(KV_FORMATS)),
+)
+def test_codes_of_8_bits(seed, lengths, kv_heads, group, block_size, head_dim, window, splits, format):
+    parts, pools, tables = scattered(seed, lengths, kv_heads * group, kv_heads, block_size, head_dim)
+    q, where = torch.cat([part[0] for part in parts]), (tables, *zip(*lengths, strict=True))
+    coded = [pool_of(pool, KV_FORMATS[format]) for pool in pools]
+    rounded = [pool.format.decode_rows(pool.codes, pool.scale.double()) for pool in coded]
+    exact = paged_attention(q, *rounded, *where, window=window, backend=block_by_block)
+    y = paged_attention(q.float(), *coded, *where, window=window, backend=TritonSplitKV(splits))
+    torch.testing.assert_close(y.double(), exact, rtol=2e-6, atol=2e-6)
+    half = paged_attention(q.half(), *coded, *where, window=window, backend=TritonSplitKV(splits))
+    torch.testing.assert_close(half.double(), exact, rtol=5e-3, atol=5e-3)
+
+
+def test_every_code_of_e4m3_is_read_exactly():
+    """255 keys of one number each, all but nan: the values come back through a softmax that sees one key."""
+    codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8).view(-1, 1, 1, 1)
+    pool = QuantizedPool(codes.repeat(1, 1, 1, 2), torch.ones(len(codes), 1, 1), KV_FORMATS["fp8"])
+    tables, ones = torch.arange(len(codes))[:, None], [1] * len(codes)
+    y = paged_attention(torch.ones(len(codes), 1, 2), pool, pool, tables, ones, ones, backend=triton_split_kv)
+    assert torch.equal(y[:, 0, 0], codes.flatten().view(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("graphs, kv", [(False, "int8"), (True, "fp8")])
+def test_greedy_tokens_of_the_engine_with_codes(graphs, kv):
+    model = Transformer(ModelConfig(50, 48, 64, 2, 4, 2, head_dim=24, max_seq_len=32, init_std=0.2), seed=3)
+    prompts, options = [[1, 2, 3, 4, 5, 6, 7], [10], [1, 2, 3, 4, 9]], {"block_size": 2, "chunk": 3, "kv_dtype": kv}
+    ours, loop = (
+        LLM(model, **options, **rest).generate(prompts, SamplingParams(max_tokens=4))
+        for rest in ({"backend": triton_split_kv, "graphs": graphs}, {"backend": block_by_block})
+    )
+    assert [o.answers[0].ids for o in ours] == [o.answers[0].ids for o in loop]
 
 
 def test_what_the_kernel_cannot_take_is_refused():

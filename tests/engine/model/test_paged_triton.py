@@ -38,17 +38,20 @@ def test_in_the_interpreter():
 @needs_triton
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("codes, pool", [(0, None), (1, "i8"), (2, "u8")])
 @pytest.mark.parametrize("dtype, tensor_cores", [("bf16", True), ("fp32", False)])
-def test_compiles_without_a_gpu(dtype, tensor_cores, tmp_path, monkeypatch):
+def test_compiles_without_a_gpu(dtype, tensor_cores, codes, pool, tmp_path, monkeypatch):
     """For compute capability 8.0: half precision on tensor cores, float32 exactly, without them."""
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    tensors = dict.fromkeys(("q", "k_pool", "v_pool"), f"*{dtype}")
+    tensors = {"q": f"*{dtype}"} | dict.fromkeys(("k_pool", "v_pool"), f"*{pool or dtype}")
+    tensors |= dict.fromkeys(("k_scales", "v_scales"), "*fp32")
     tensors |= {"block_table": "*i64", "work": "*i32", "parts": "*fp32", "log_sums": "*fp32", "scale": "fp32"}
     constants = {"GROUP": 3, "HEAD_DIM": 24, "BLOCK_SIZE": 4, "ROWS": 16, "COLUMNS": 64, "DIMS": 32}
+    constants["CODES"] = codes
     constants["FACTORS"] = {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype]
     names = paged_triton.attend.arg_names
     types = {name: "constexpr" if name in constants else tensors.get(name, "i32") for name in names}
