@@ -1,0 +1,150 @@
+"""Lab 16, methods: factors that AWQ searches, and columns that GPTQ lets make good for each other."""
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
+from course.lab16_quantization.checks import expect_unchanged
+from course.shared.diagnose import expect
+from minillm.quantize import Int
+
+ANSWERS = answers_of("16_quantization")
+
+
+@exercise(
+    "awq-search",
+    minutes=20,
+    difficulty=3,
+    hints=(
+        "Try the candidates one after the other. For each: what would the layer return with rounded weights, and how far "
+        "is that from x @ weight.T?",
+        "s = x.abs().mean(0) ** (i / steps); rounded = round_int4(weight * s, group); output = (x / s) @ rounded.T. The "
+        "inputs must be divided by what the weights were multiplied with, or the outputs are those of another layer.",
+    ),
+)
+def check_awq(learner: Callable) -> Receipt:
+    rows, chosen, wrong = [], [], ""
+    sizes = [(16, 8, 4, -0.6, 1.0), (32, 16, 20, 0.0, 1.0), (24, 8, 10, 0.6, 1.0), (32, 8, 12, -0.3, 0.01)]
+    sizes.append((8 * random.randint(5, 9), 8, random.randint(6, 12), -1.0, 1.0))
+    for inputs, group, steps, lean, size in sizes:
+        weight, x, errors = _case_of_awq(inputs, group, steps, lean, size)
+        best = min(range(steps + 1), key=errors.__getitem__)
+        given = weight.clone(), x.clone()
+        factors = learner(weight, x, group, steps)
+        expect_unchanged(weight, given[0], "weight")
+        expect_unchanged(x, given[1], "x")
+        fits = isinstance(factors, Tensor) and factors.shape == (inputs,)
+        expect(fits, factors, f"one factor for each of the {inputs} inputs")
+        chosen.append(factors)
+        error = _error(weight, x, factors, group) if bool((factors > 0).all()) else float("nan")
+        name = f"{len(weight)} x {inputs}, groups of {group}, {steps + 1} candidates"
+        if not error <= errors[best] * (1 + 1e-4):  # NaN, too
+            wrong = wrong or f"{name}: with your factors the output error is {error:.4g}; with those of α = {best}/{steps} " + (
+                f"it is {errors[best]:.4g}, and without factors {errors[0]:.4g}."
+            )
+        rows.append(row(f"{name}: output error / without factors", errors[best] / errors[0], error / errors[0], "", 1e-3))
+    if wrong:
+        raise CheckFailed(wrong, evidence=tuple(chosen))
+    return receipt("AWQ's factors", rows)
+
+
+def _case_of_awq(inputs: int, group: int, steps: int, lean: float, size: float) -> tuple[Tensor, Tensor, list[float]]:
+    """Weights, inputs with some large channels, and the error of each candidate.
+
+    lean: how weights go with inputs, in powers of these; size: of all inputs. Unless weights grow with inputs, the best α
+    is an inner one and clearly better than the ends and the middle: then mistakes make a difference.
+    """
+    while True:
+        loud = torch.exp(1.5 * torch.randn(inputs))
+        x = size * (torch.randn(60, inputs) * loud + torch.randn(inputs))
+        weight = torch.randn(random.randint(5, 12), inputs) * loud**lean
+        mean = x.abs().mean(0)
+        errors = [_error(weight, x, mean ** (step / steps), group) for step in range(steps + 1)]
+        others = [errors[0], errors[-1], errors[steps // 2]]
+        if lean > 0 or min(others) > 1.02 * min(errors):
+            return weight, x, errors
+
+
+def _error(weight: Tensor, x: Tensor, factors: Tensor, group: int) -> float:
+    """Σ ‖x̂ Ŵᵀ - x Wᵀ‖², written with minillm's own format and in float64."""
+    format, scaled = Int(bits=4, group=group), weight * factors
+    rounded = format.nearest(scaled, format.grid(scaled)).double() / factors.double()
+    return float((x.double() @ (rounded - weight.double()).T).square().sum())
+
+
+@exercise(
+    "gptq-columns",
+    minutes=20,
+    difficulty=3,
+    hints=(
+        "A column is rounded as it has become by then, not as it was at the start. Which columns may still change after "
+        "column j?",
+        "Keep a copy `left`. For j in order: rounded = nearest(left[:, j], j), error = (left[:, j] - rounded) / U[j, j], "
+        "and left[:, j + 1 :] -= error[:, None] * U[j, j + 1 :].",
+    ),
+)
+def check_gptq(learner: Callable) -> Receipt:
+    rows = []
+    for outputs, inputs in ((2, 3), (4, 12), (random.randint(5, 9), random.randint(13, 30))):
+        rows += _judge_gptq(learner, outputs, inputs)
+    return receipt("GPTQ, column by column", rows, open_rows=2)
+
+
+def _judge_gptq(learner: Callable, outputs: int, inputs: int) -> list:
+    weight = torch.randn(outputs, inputs, dtype=torch.float64)
+    mix = torch.eye(inputs, dtype=torch.float64) + 0.5 * torch.randn(inputs, inputs, dtype=torch.float64)
+    x = torch.randn(4 * inputs, inputs, dtype=torch.float64) @ mix
+    gram = x.T @ x / len(x) + 0.02 * torch.eye(inputs, dtype=torch.float64)
+    upper = torch.linalg.cholesky(torch.linalg.inv(gram), upper=True)
+    step = 0.25 + torch.rand(inputs, dtype=torch.float64)
+    asked: list[int] = []
+
+    def nearest(column: Tensor, j: int) -> Tensor:
+        asked.append(int(j))
+        return torch.round(column / step[int(j)]) * step[int(j)]
+
+    name = f"{outputs} x {inputs}"
+    given = weight.clone(), upper.clone()
+    found = learner(weight, upper, nearest)
+    expect_unchanged(weight, given[0], "weight")
+    expect_unchanged(upper, given[1], "upper")
+    fits = isinstance(found, Tensor) and found.shape == weight.shape
+    expect(fits, found, f"the rounded weights, {list(weight.shape)}", name)
+    asked_for, told = list(asked), list(range(inputs))
+    if asked_for != told:
+        said = f"{name}: you asked for the nearest values of columns {_short(asked_for)}, and every column is rounded once, "
+        raise CheckFailed(f"{said}in order: {_short(told)}.")
+    right = by_inverting(weight, gram, lambda column, j: torch.round(column / step[j]) * step[j])
+    plain = torch.round(weight / step) * step
+    if not float((found - right).abs().max()) <= 1e-6:
+        wrong = ((found - right).abs() > 1e-6).any(0).nonzero().flatten().tolist()
+        said = f"{name}: columns {_short(wrong)} are not what the method gives: the first wrong one has "
+        said += f"{found[0, wrong[0]]:.4f} on top, not {right[0, wrong[0]]:.4f}."
+        raise CheckFailed(said, evidence=found)
+    on_grid = (found / step - torch.round(found / step)).abs().max() < 1e-6
+    errors = [float(((rounded - weight) @ gram * (rounded - weight)).sum()) for rounded in (found, plain)]
+    return [
+        row(f"{name}: every weight is a value of its grid", True, bool(on_grid)),
+        row("    equal to the method with H inverted anew for each column", True, True),
+        row("    output error / that of rounding to nearest", None, errors[0] / errors[1]),
+    ]
+
+
+def by_inverting(weight: Tensor, gram: Tensor, nearest: Callable) -> Tensor:
+    """GPTQ as its paper derives it (Frantar et al. 2022, equations 2 and 3), without Cholesky: the inverse of what is
+    left of H, anew for every column."""
+    left, rounded = weight.clone(), torch.empty_like(weight)
+    for j in range(weight.shape[1]):
+        inverse = torch.linalg.inv(gram[j:, j:])
+        rounded[:, j] = nearest(left[:, j], j)
+        left[:, j:] -= ((left[:, j] - rounded[:, j]) / inverse[0, 0])[:, None] * inverse[0]
+    return rounded
+
+
+def _short(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:6])) + (", ..." if len(numbers) > 6 else "")

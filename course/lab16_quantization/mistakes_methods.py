@@ -1,0 +1,172 @@
+"""Spoilers of lab 16: factors searched for another layer, columns that do not make good for each other."""
+
+import torch
+
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
+
+right = answers_of("16_quantization")
+
+# AWQ.
+
+
+mistake(
+    "awq-search",
+    "inputs not divided",
+    {"(x / factors) @ rounded.T": "x @ rounded.T"},
+    says="The inputs were not divided by the factors, so the outputs compared are those of another layer.",
+)
+mistake(
+    "awq-search",
+    "error of the weights",
+    {"((x / factors) @ rounded.T - x @ weight.T)": "(rounded / factors - weight)"},
+    says="This minimises the error of the weights; what counts is that of the outputs.",
+)
+mistake(
+    "awq-search",
+    "error of the scaled weights",
+    {"((x / factors) @ rounded.T - x @ weight.T)": "(rounded - weight * factors)"},
+    says="This minimises the error of the scaled weights, whatever inputs they meet.",
+)
+mistake(
+    "awq-search",
+    "the worst candidate",
+    {'float("inf")': 'float("-inf")', "error < least": "error > least"},
+    says="This keeps the candidate with the largest error.",
+)
+mistake(
+    "awq-search",
+    "the last candidate",
+    {"best, least = factors, error": "best = factors"},
+    says="`least` is never lowered, so the last candidate always wins.",
+)
+mistake(
+    "awq-search",
+    "weights' size instead of inputs'",
+    {"size = x.abs().mean(0)": "size = weight.abs().mean(0)"},
+    says="The size of weights says nothing about the inputs they meet: candidates are powers of mean|x|.",
+)
+mistake(
+    "awq-search",
+    "mean instead of mean of sizes",
+    {"x.abs().mean(0)": "x.mean(0).abs()"},
+    says="This is |mean x|: an input that swings around 0 looks small. It is mean|x|.",
+)
+mistake(
+    "awq-search",
+    "divides where it should multiply",
+    {"size ** (step / steps)": "size ** (-step / steps)"},
+    says="These factors are the inverse: a column that meets large inputs needs a factor above 1.",
+)
+mistake(
+    "awq-search",
+    "α of 1/2 without a search",
+    {"range(steps + 1)": "range(steps // 2, steps // 2 + 1)"},
+    says="α = 1/2 is SmoothQuant's habit; AWQ searches.",
+)
+mistake(
+    "awq-search",
+    "only the ends",
+    {"range(steps + 1)": "(0, steps)"},
+    says="Only α = 0 and α = 1 were tried.",
+)
+mistake("awq-search", "one factor for all", {"x.abs().mean(0)": "x.abs().mean().expand(x.shape[1])"},
+        says="All inputs got the same factor, which changes nothing about rounding.")  # fmt: skip
+mistake("awq-search", "rounded weights returned", {"best, least = factors, error": "best, least = rounded, error"},
+        expect="one factor for each")  # fmt: skip
+mistake("awq-search", "multiplies its input in place", {"rounded = round_int4(weight * factors, group)":
+        "weight *= factors\n        rounded = round_int4(weight, group)"}, expect="changed its input")  # fmt: skip
+
+
+@alternative("awq-search", "by the Gram matrix, every error first")
+def by_gram(weight, x, group, steps=20):
+    gram, size = x.double().T @ x.double(), x.abs().sum(0) / len(x)
+
+    def error(alpha):
+        off = (right.round_int4(weight * size**alpha, group) / size**alpha - weight).double()
+        return float(((off @ gram) * off).sum())
+
+    return size ** min((step / steps for step in range(steps + 1)), key=error)
+
+
+@alternative("awq-search", "factors centred on 1, from the largest α down")
+def centred(weight, x, group, steps=20):
+    found = []
+    for step in reversed(range(steps + 1)):
+        factors = x.abs().mean(0) ** (step / steps)
+        factors = factors * 2.0 ** -torch.log2((factors.max() * factors.min()).sqrt()).round()
+        off = (x / factors) @ right.round_int4(weight * factors, group).T - x @ weight.T
+        found.append((float(off.square().sum()), factors))
+    return min(found, key=lambda each: each[0])[1]
+
+
+# GPTQ.
+
+
+mistake(
+    "gptq-columns",
+    "rounding to nearest",
+    {"left[:, j + 1 :] -= error[:, None] * upper[j, j + 1 :]": "pass"},
+    says="No column makes good for another: this is rounding to nearest. Is each column rounded as those before it have "
+    "left it, and is it row j of U that moves the others?",
+)
+mistake(
+    "gptq-columns",
+    "error of the column as it was",
+    {"(left[:, j] - rounded[:, j])": "(weight[:, j] - rounded[:, j])"},
+    says="The error is taken from the weight as it was at the start: what earlier columns moved counts twice.",
+)
+mistake(
+    "gptq-columns",
+    "not divided by the diagonal",
+    {" / upper[j, j]": ""},
+    says="The error was not divided by U[j, j].",
+)
+mistake(
+    "gptq-columns",
+    "divided by its square",
+    {"/ upper[j, j]": "/ upper[j, j] ** 2"},
+    says="U is the factor of the inverse: divide by U[j, j], not by its square.",
+)
+mistake(
+    "gptq-columns",
+    "wrong sign",
+    {"-= error": "+= error"},
+    says="The sign is wrong: later columns repeat the error instead of making good for it.",
+)
+mistake(
+    "gptq-columns",
+    "only the next column",
+    {"left[:, j + 1 :] -= error[:, None] * upper[j, j + 1 :]": "left[:, j + 1 : j + 2] -= error[:, None] * upper[j, j + 1 : j + 2]"},
+    says="Only the next column moves; all columns to come do.",
+)  # fmt: skip
+mistake(
+    "gptq-columns",
+    "returns what is left",
+    {"return rounded": "return left"},
+    says="This returns the weights as they were before each was rounded.",
+)
+mistake("gptq-columns", "in place", {"weight.clone()": "weight"}, expect="changed its input")
+mistake("gptq-columns", "from the last column", {"range(weight.shape[1])": "reversed(range(weight.shape[1]))"},
+        expect="in order")  # fmt: skip
+mistake("gptq-columns", "last column forgotten", {"range(weight.shape[1])": "range(weight.shape[1] - 1)"}, expect="rounded once")
+
+
+@alternative("gptq-columns", "the column itself among those that move")
+def in_one(weight, upper, nearest):
+    found = weight.clone()
+    for j in range(found.shape[1]):
+        error = (found[:, j] - nearest(found[:, j].clone(), j)) / upper[j, j]
+        found[:, j:] = found[:, j:] - torch.outer(error, upper[j, j:])
+    return found
+
+
+@alternative("gptq-columns", "errors kept, columns computed when they are due")
+def lazily(weight, upper, nearest):
+    errors, rounded = [], []
+    for j in range(weight.shape[1]):
+        moved = sum((error * upper[i, j] for i, error in enumerate(errors)), torch.zeros_like(weight[:, j]))
+        column = weight[:, j] - moved
+        rounded.append(nearest(column, j))
+        errors.append((column - rounded[-1]) / upper[j, j])
+    return torch.stack(rounded, dim=1)

@@ -1,0 +1,657 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 16 · Quantization
+#
+# **Bytes, then error, then speed, in that order: bytes follow from arithmetic, error has to be measured on text, and
+# speed appears only where memory was the limit.**
+# Stands on lab 12 (prefill is compute, decode is memory) and lab 13 (the paged cache).
+#
+# The eight exercises take about two hours; with the measurements and the questions at the end plan three to four.
+# Running the notebook from top to bottom takes about a minute. At the end you can answer:
+#
+# 1. How many bits does a weight really take, scales included, and what stays in 16 bits?
+# 2. What does rounding cost, by which formula, and how do AWQ and GPTQ lower it with the same bytes?
+# 3. At which batch does the speedup end, and which quantization still pays beyond it?
+#
+# > **Common claims**
+# >
+# > - *"A 4-bit model takes a quarter of the bytes."* The scales add 16/group bits to each weight, and embeddings, head
+# >   and norms usually stay in 16 bits. Section 1 counts both.
+# > - *"NF4 is information-theoretically optimal"* ([Dettmers et al. 2023](https://arxiv.org/abs/2305.14314), abstract).
+# >   Its levels assume that all weights follow one normal distribution, but a block is divided by its own largest
+# >   weight, so the distribution depends on the block size
+# >   ([Yoshida 2023](https://arxiv.org/abs/2306.06965)).
+# > - *"INT8 KV doubles the capacity."* Doubles, less the scales: with one 32-bit scale per token and head of 128 numbers
+# >   it is 1.94 times (section 4).
+# > - *"4-bit weights make inference four times faster."* They make reading the weights faster. A prompt or a large batch
+# >   is limited by arithmetic, which they do not reduce (section 6).
+# > - *"Pruning half of the weights halves the model."* A zero takes as many bytes as any other number unless the format
+# >   leaves it out (section 5).
+
+# %%
+import inspect
+
+import torch
+
+from course.kit import check, finish, hint, show, sliders
+from course.lab16_quantization import experiments, figures, receipts
+from minillm.quantize import formats
+
+# %% [markdown]
+# ## Predict
+#
+# Write down four guesses; they come back beside the answers.
+
+# %%
+guess_bits = 4.0  # bits per weight: 4-bit codes, one 16-bit scale for each group of 32
+guess_bit_db = 3.0  # decibels by which the rounding error falls with every further bit
+guess_full_batch = 295  # largest batch with the full speedup of 4-bit weights on an H100
+guess_sequences = 4  # sequences of 32,768 tokens beside a 4-bit 70B model on one 80 GB card
+
+# %% [markdown]
+# ## 1 · Bytes
+#
+# A weight becomes a small whole number, its **code**, and a **scale** turns codes back into weights. Weights that share
+# a scale are a **group**: all inputs of one output, or so many of them in a row.
+#
+#     weights of one output    w0 w1 w2 ... | ... ... ... | ... ... w(in - 1)      cut along the inputs
+#     one scale per group         scale 0   |   scale 1   |   scale 2
+#     code                     round(w / scale)                                    back: code · scale
+#
+# A smaller group follows its weights more closely and costs more scales. Move the three sliders: the dots are 128
+# weights, the lines the values that a code can stand for. One weight is an outlier.
+
+# %%
+show(figures.grid_of_a_row)
+
+# %%
+sliders(figures.grid_of_a_row, bits=(2, 8), group=[8, 16, 32, 64, 128], outlier=(1.0, 12.0))
+
+# %% [markdown]
+# ### Exercise 1 · groups of four bits, two codes to a byte (20 minutes)
+#
+# Symmetric int4: 15 steps lead from -m to m, where m is the group's largest |w|. So the scale is 2m/15, and codes run
+# from -8 to 7. Memory has no half bytes: two codes share one, the first in its low half, each stored as code + 8. Choose
+# codes for the scale *as it is kept*, in bfloat16.
+
+
+# %%
+def quantize_int4(weight, group):
+    """weight: [out, in], float32 -> (bytes, uint8 [out, in / 2]; scales, bfloat16 [out, in / group]).
+
+    A group of zeros has the scale 1."""
+    # BEGIN SOLUTION
+    groups = weight.unflatten(1, (-1, group))
+    scale = (2 * groups.abs().amax(-1) / 15).bfloat16()
+    scale = torch.where(scale == 0, 1, scale)
+    codes = torch.round(groups / scale.float()[..., None]).clamp(-8, 7).flatten(1)
+    halves = (codes + 8).to(torch.uint8)
+    return halves[:, 0::2] | (halves[:, 1::2] << 4), scale
+    # END SOLUTION
+
+
+def dequantize_int4(packed, scale):
+    """What `quantize_int4` returned -> weights, float32 [out, in]."""
+    # BEGIN SOLUTION
+    halves = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+    groups = (halves.float() - 8).unflatten(1, (scale.shape[1], -1))
+    return (groups * scale.float()[..., None]).flatten(1)
+    # END SOLUTION
+
+
+quantize_int4, dequantize_int4 = check("int4-groups", (quantize_int4, dequantize_int4))
+
+# %% [markdown]
+# Many formats add a **zero point** to each group: the code that stands for 0.0. Then weight = (code - zero) · scale, and
+# a group whose weights are nearly all positive wastes no codes on negative values. It costs another small number per
+# group. minillm's own class for both (`minillm/quantize/formats.py`):
+
+# %%
+print(inspect.getsource(formats.Int.fit))
+
+# %% [markdown]
+# What all this makes of the committed target (5.8 million parameters). The first rows are arithmetic about one
+# weight, the others whole layers and the whole model. The embedding, which is the output head as well, stays as it is.
+
+# %%
+receipts.bytes_of_formats(guess_bits)
+
+# %% [markdown]
+# In this small model the embedding is almost a fifth of the parameters, so the file shrinks by less than the layers do.
+# In Llama 3 70B embedding and head are 3 % of the parameters, and still a tenth of the bytes once the rest has 4 bits.
+#
+# ## 2 · Error
+#
+# If the steps Δ are small beside the spread of the weights, the rounding error is as good as uniform between -Δ/2 and
+# Δ/2. Its mean square is Δ²/12 ([Bennett 1948](https://doi.org/10.1002/j.1538-7305.1948.tb01340.x)). Each further bit
+# halves Δ, so the noise falls by 20·log₁₀2 = 6.02 dB. And an outlier that doubles a group's range costs as much as a bit.
+
+# %%
+receipts.error_of_rounding(guess_bit_db)
+
+# %% [markdown]
+# The same for groups. Smaller groups lower the error and raise the bits. Is a bit better spent on codes or on scales?
+
+# %%
+measured_noise = experiments.noise_by_group(figures.GROUPS)
+
+
+def noise_by_group():
+    """Signal to noise of the target's weights by bits per weight: int4 and int8 in groups of several sizes."""
+    return figures.draw_noise(measured_noise)
+
+
+show(noise_by_group)
+
+# %% [markdown]
+# ### Exercise 2 · levels that are not evenly spaced (20 minutes)
+#
+# Trained weights look normally distributed: many small ones, few large ones. NF4
+# ([Dettmers et al. 2023](https://arxiv.org/abs/2305.14314), §3 and appendix E) puts its 16 levels where a normal
+# distribution puts equally many weights. With p running in equal steps from 0.9677083 down to 1/2 and Q the quantile
+# function of the standard normal distribution:
+#
+# - above 0: Q(p) for 9 values of p, without the last (Q(1/2) = 0): 8 levels
+# - below 0: -Q(p) for 8 values of p, without the last: 7 levels
+# - 0 itself; and all of them divided by the largest
+#
+# Compute in float64: `torch.linspace` and `torch.special.ndtri` (Q) accept it.
+
+
+# %%
+def nf4_levels():
+    """-> the 16 levels in ascending order from -1 to 1, float32."""
+    # BEGIN SOLUTION
+    positive = torch.special.ndtri(torch.linspace(0.9677083, 0.5, 9, dtype=torch.float64)[:-1])
+    negative = -torch.special.ndtri(torch.linspace(0.9677083, 0.5, 8, dtype=torch.float64)[:-1])
+    levels = torch.cat((negative, torch.zeros(1, dtype=torch.float64), positive.flip(0)))
+    return (levels / levels.max()).float()
+    # END SOLUTION
+
+
+def quantize_nf4(weight, block):
+    """weight: [n], float32, n a multiple of block -> (codes 0 .. 15, uint8 [n]; the largest |w| of
+    each block, float32 [n / block]). Each weight / largest gets the code of the nearest level."""
+    # BEGIN SOLUTION
+    levels = nf4_levels()
+    blocks = weight.view(-1, block)
+    largest = blocks.abs().amax(-1)
+    relative = blocks / torch.where(largest == 0, 1, largest)[:, None]
+    codes = (relative[..., None] - levels).abs().argmin(-1)
+    return codes.flatten().to(torch.uint8), largest
+    # END SOLUTION
+
+
+nf4_levels, quantize_nf4 = check("nf4", (nf4_levels, quantize_nf4))
+
+# %% [markdown]
+# The 32-bit scale of each block of 64 would cost half a bit per weight. *Double quantization* keeps the scales in 8 bits
+# themselves, in blocks of 256 that share a 32-bit scale: 4 + 8/64 + 32/(64 · 256) = 4.127 bits instead of 4.5.
+#
+# ## 3 · The same bytes, less harm
+#
+# Rounding to nearest treats every weight alike. But the output is W x, and some inputs x are larger than others.
+# A few hundred windows of text tell which.
+#
+# ### Exercise 3 · AWQ's search (20 minutes)
+#
+# AWQ ([Lin et al. 2023](https://arxiv.org/abs/2306.00978), §3.2) multiplies the columns of W by factors s before rounding
+# and divides the inputs by them: W x = (W · diag(s)) (diag(1/s) x). Nothing changes but the rounding, which hurts a
+# column less the larger its factor is. In use, 1/s is folded into whatever makes x, so it costs nothing. Candidates are
+# s = mean|x|^α for α = 0, 1/steps, 2/steps ... 1. Which one leaves the least error *of the output*?
+
+
+# %%
+def round_int4(weight, group):
+    """Every weight rounded to what its code stands for."""
+    return dequantize_int4(*quantize_int4(weight, group))
+
+
+def awq_factors(weight, x, group, steps=20):
+    """weight: [out, in]; x: [rows, in], inputs of the layer, in float32 -> s, [in]: of the candidates the one whose
+    rounded weights, round_int4(weight * s, group), give the outputs nearest to x @ weight.T (sum of squares)."""
+    # BEGIN SOLUTION
+    size = x.abs().mean(0)
+    best, least = None, float("inf")
+    for step in range(steps + 1):
+        factors = size ** (step / steps)
+        rounded = round_int4(weight * factors, group)
+        error = ((x / factors) @ rounded.T - x @ weight.T).square().sum()
+        if error < least:
+            best, least = factors, error
+    return best
+    # END SOLUTION
+
+
+awq_factors = check("awq-search", awq_factors)
+
+# %% [markdown]
+# ### Exercise 4 · GPTQ's columns (20 minutes)
+#
+# GPTQ ([Frantar et al. 2022](https://arxiv.org/abs/2210.17323), §3.3) rounds one column after the other and lets the
+# columns still to come make good for the error. How much each of them moves follows from H = Σ x xᵀ. All that is needed of
+# it is U, the upper Cholesky factor of H⁻¹ = Uᵀ U. For column j:
+#
+#     error = (column - rounded column) / U[j, j]
+#     every column k > j:  -= error · U[j, k]
+
+
+# %%
+def gptq_columns(weight, upper, nearest):
+    """weight: [out, in]; upper: U, [in, in]; nearest(column, j) -> column j rounded, [out].
+
+    -> the rounded weights, [out, in]. `weight` itself stays as it is."""
+    # BEGIN SOLUTION
+    left, rounded = weight.clone(), torch.empty_like(weight)
+    for j in range(weight.shape[1]):
+        rounded[:, j] = nearest(left[:, j], j)
+        error = (left[:, j] - rounded[:, j]) / upper[j, j]
+        left[:, j + 1 :] -= error[:, None] * upper[j, j + 1 :]
+    return rounded
+    # END SOLUTION
+
+
+gptq_columns = check("gptq-columns", gptq_columns)
+
+# %% [markdown]
+# Both on the committed target, all with groups of 128. The second column of models has **planted outliers**: a few
+# channels of every layer's input are 30 times larger and the weights that meet them 30 times smaller, so the model
+# computes exactly the same. Large trained models grow such channels by themselves
+# ([Dettmers et al. 2022](https://arxiv.org/abs/2208.07339)); this small one has not. The error is that of the layers'
+# outputs, Σ ‖(W - Ŵ) x‖² / Σ ‖W x‖²; text is held out.
+
+# %%
+methods = experiments.methods()
+receipts.methods(methods)
+
+# %% [markdown]
+# What to read in it:
+#
+# - **AWQ and GPTQ lower the error of outputs**, which is what they minimise, on each model.
+# - **With outliers rounding to nearest falls apart.** AWQ finds the planted factors and undoes them; GPTQ cannot change
+#   the grid, but it can spread the error.
+# - **Without outliers the text hardly notices any of them.** Differences of a few tenths of a percent between 4-bit
+#   methods are smaller than those between two texts. Measure on yours, with enough of it.
+#
+# ## 4 · Keys and values
+#
+# Beside the weights a server keeps the cache, and at long contexts it reads more of it. Its numbers come one token
+# at a time and are never seen together, so no calibration: each token's row gets its own scale when it is written.
+#
+# ### Exercise 5 · int8 keys, one scale per token and head (10 minutes)
+
+
+# %%
+def quantize_kv(keys):
+    """keys: [tokens, heads, head_dim], float32 -> (codes, int8, of the same shape; scales, float32
+    [tokens, heads]).
+
+    255 steps span -m .. m, m the largest |key| of that token and head; codes are -128 .. 127. A row of
+    zeros has the scale 1. A token's codes depend on no other token: it is written once."""
+    # BEGIN SOLUTION
+    scale = 2 * keys.abs().amax(-1) / 255
+    scale = torch.where(scale == 0, 1, scale)
+    codes = torch.round(keys / scale[..., None]).clamp(-128, 127)
+    return codes.to(torch.int8), scale
+    # END SOLUTION
+
+
+quantize_kv = check("int8-kv", quantize_kv)
+
+# %% [markdown]
+# What that buys in tokens, and what it costs in bits per byte when every key and value that the target's attention sees
+# has gone through your function:
+
+# %%
+receipts.cache(quantize_kv)
+
+# %% [markdown]
+# Grouped-query attention saves more than any of it, and it multiplies: keys of 8 instead of 64 heads are an eighth of
+# the bytes, and int8 halves those ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)).
+#
+# ## 5 · Leaving out instead of rounding
+#
+# ### Exercise 6 · two of four (10 minutes)
+#
+# A pruned weight that is kept as 0 saves nothing. *2:4 sparsity*
+# ([Mishra et al. 2021](https://arxiv.org/abs/2104.08378)) keeps exactly two of every four inputs, so they can be packed:
+# two values and two places of two bits each. In 16 bits that is (2 · 16 + 2 · 2) / 4 = 9 bits per weight, and the
+# GPU's sparse units skip the rest.
+
+
+# %%
+def two_of_four(weight):
+    """weight: [out, in], in a multiple of 4 -> (values, [out, in / 2]; places 0 .. 3, uint8 [out, in / 2]): of every
+    four inputs in a row the two with the largest |w|, in the order of their places."""
+    # BEGIN SOLUTION
+    fours = weight.unflatten(1, (-1, 4))
+    places = fours.abs().topk(2, dim=-1).indices.sort(dim=-1).values
+    return fours.gather(-1, places).flatten(1), places.flatten(1).to(torch.uint8)
+    # END SOLUTION
+
+
+two_of_four = check("two-of-four", two_of_four)
+
+# %% [markdown]
+# ### Exercise 7 · low rank (15 minutes)
+#
+# W ≈ A B with A: [out, r] and B: [r, in]. The best such pair comes from the singular value decomposition, and its error is
+# known before it is built: ‖W - A B‖² is the sum of the squares of the singular values left out
+# ([Eckart and Young 1936](https://doi.org/10.1007/BF02288367)).
+
+
+# %%
+def low_rank(weight, error):
+    """-> (A, [out, r]; B, [r, in]) with the smallest r for which ‖weight - A B‖ <= error · ‖weight‖ (Frobenius).
+    `torch.linalg.svd` is allowed; 0 < error < 1."""
+    # BEGIN SOLUTION
+    u, values, v = torch.linalg.svd(weight, full_matrices=False)
+    left_out = values.square().flip(0).cumsum(0).flip(0)  # by rank: what is left out of it
+    rank = int((left_out > error**2 * left_out[0]).sum())
+    return u[:, :rank] * values[:rank], v[:rank]
+    # END SOLUTION
+
+
+low_rank = check("low-rank", low_rank)
+
+# %%
+spectrum = experiments.spectrum()
+
+
+def tail_of_singular_values():
+    """Error of the best matrix of each rank beside that of int4, for one of the target's layers, by bytes."""
+    return figures.draw_spectrum(spectrum)
+
+
+show(tail_of_singular_values)
+
+# %% [markdown]
+# Trained weight matrices are nearly of full rank, so cutting them off is expensive. What has low rank are their *updates* in
+# fine-tuning (LoRA). The same target, by every method and without any training afterwards:
+
+# %%
+receipts.leaving_out()
+
+# %% [markdown]
+# None of these is a fair end of the story: pruned and low-rank models are trained on afterwards, and recover a good part.
+# The third way is to train a smaller model from the start, best with the large one's distributions as its goal instead of
+# the text's single next token: *distillation* ([Hinton et al. 2015](https://arxiv.org/abs/1503.02531)). minillm trains
+# its heads for speculation that way (`minillm/serve/speculate/distil.py`). The committed draft, a tenth of the target, was
+# trained on text alone; it is the point at the far left in the next figure.
+#
+# ## 6 · Speed
+#
+# Everything on one picture: bytes, error and speed of the target in each format, one sequence being decoded on one thread.
+
+# %%
+formats_measured = experiments.formats()
+
+
+def bytes_error_speed():
+    """Bits per byte and tokens per second of the target in each format, by its bytes; the draft beside them."""
+    return figures.draw_formats(formats_measured)
+
+
+show(bytes_error_speed)
+
+# %%
+receipts.formats(formats_measured)
+
+# %% [markdown]
+# The order in the claim is the order of certainty. Bytes are arithmetic. The error depends on the weights and the text.
+# And speed depends on whether there is a kernel that reads the codes as they are: int8 has one on this CPU (see
+# `python -m minillm doctor`), NF4 and e4m3 are turned back into float32 before every product, which reads *more* bytes
+# than before.
+#
+# ### When it ends
+#
+# A decode step takes max(bytes / bandwidth, 2 · batch · weights / FLOP/s) at least. Quantizing weights shrinks the
+# first. As the batch grows the second takes over: first for the quantized weights, at batch
+# bits/16 · FLOP/s / bandwidth, and at last for those of 16 bits as well. From there on nothing is left to gain.
+
+# %%
+show(figures.speedup_by_batch)
+
+# %%
+sliders(figures.speedup_by_batch, bits=(3.0, 16.0), batch=(1, 512), context=[0, 512, 2048, 8192])
+
+# %%
+receipts.when_it_ends(guess_full_batch)
+
+# %% [markdown]
+# ## Break it
+#
+# ### Exercise 8 · what went wrong? (20 minutes)
+#
+# Six programs, A to F, each meant to round a layer with int4 codes in groups of `group` inputs, symmetric or with a zero
+# point. You get the weights before and after, nothing else. Write the judge. Three of the programs contain a bug:
+#
+# - one scale for the whole tensor
+# - groups along the outputs instead of the inputs
+# - a zero point that is off by one when codes are turned back
+#
+# How would you tell? A group has at most 16 different values. And rounding errors of a right program have a mean
+# near 0 in every group.
+
+
+# %%
+def verdict(weight, rounded, group):
+    """weight, rounded: [out, in]; out and in are multiples of group, group >= 32.
+
+    -> "right", "one scale for the tensor", "groups along the outputs" or "zero point off by one"."""
+    # BEGIN SOLUTION
+    if len(rounded.unique()) <= 16:
+        return "one scale for the tensor"
+    groups = rounded.unflatten(1, (-1, group))
+    if max(len(values.unique()) for values in groups.flatten(0, 1)) > 16:
+        return "groups along the outputs"
+    error = groups - weight.unflatten(1, (-1, group))
+    shifted = error.mean(-1).abs() > error.std(-1)
+    return "zero point off by one" if shifted.float().mean() > 0.5 else "right"
+    # END SOLUTION
+
+
+verdict = check("what-went-wrong", verdict)
+
+# %%
+receipts.programs(verdict)
+
+# %% [markdown]
+# Before you open this: why is the size of the error no help?
+#
+# <details><summary>Answer</summary>
+#
+# - **A: one scale for the tensor.** The largest weight of all sets every step. 16 different values in the whole matrix.
+# - **B** is right, but three weights are outliers: its error is larger than that of C. Codes cannot help it; a smaller
+#   group, AWQ, or keeping the outliers in 16 bits ([Dettmers et al. 2023](https://arxiv.org/abs/2306.03078), SpQR) can.
+# - **C: groups along the outputs.** Each column's groups have 16 values, each row's have many. On weights that are alike in
+#   all directions the error is the *same* as that of the right program, so no test of quality finds it; a kernel that
+#   reads the folder does, because it multiplies with other scales.
+# - **D** is right.
+# - **E: the zero point off by one.** All weights of a group move by one step in the same direction. GPTQ's first file
+#   layout stores zero points minus one on purpose, so readers and writers that disagree make exactly this
+#   ([AutoGPTQ#354](https://github.com/AutoGPTQ/AutoGPTQ/pull/354)).
+# - **F** is right: NF4, whose levels are not evenly spaced.
+# </details>
+#
+# What each of the bugs does to the target's text, all layers in int4 with groups of 32:
+
+# %%
+receipts.what_bugs_cost()
+
+# %% [markdown]
+# ## Where it loses
+#
+# ### Large batches and prompts, measured here
+#
+# One layer of 2,048 x 2,048 on one thread, int8 weights against float32, by the number of rows that go through it at
+# once. One row is a decode step, hundreds are a prompt.
+
+# %%
+receipts.batches_here()
+
+# %% [markdown]
+# ### Large batches, by formula
+#
+# The 8B model on one H100. With 4-bit weights arithmetic stays in 16 bits. In the columns *8 bits both* inputs are rounded as
+# well (W8A8, fp8), so the products themselves run twice as fast: that pays at any batch.
+
+# %%
+receipts.batches_h100()
+
+# %% [markdown]
+# At a context of 2,048 the cache is read as well, by every sequence its own. Smaller weights cannot shorten that; a smaller
+# cache can.
+#
+# ### Small models
+#
+# The target's layers are so small that calling a kernel costs as much as its bytes, and a packed int4 kernel that unpacks
+# while it multiplies can be slower than plain float32 (see the table in section 6). Bytes saved are only time saved where
+# reading them took the time.
+#
+# ## The same in production
+#
+# `python -m minillm quantize --method awq --bits 4 --group 128 --model DIR --out NEW` writes a folder in the
+# [compressed-tensors](https://github.com/vllm-project/compressed-tensors) layout, which transformers and vLLM load. Here is
+# its peer on a random matrix, where it is installed:
+
+# %%
+receipts.peer()
+
+# %% [markdown]
+# | what | here | elsewhere |
+# |---|---|---|
+# | int4, groups of 128, to nearest | `Int(bits=4, group=128)` | torchao `Int4WeightOnlyConfig(group_size=128)`; llm-compressor scheme `W4A16` |
+# | NF4, double quantization | `NF4()` | bitsandbytes `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)` |
+# | AWQ, GPTQ | `--method awq`, `--method gptq` | llm-compressor `AWQModifier`, `GPTQModifier` |
+# | int8 weights and inputs | `--method smoothquant` | llm-compressor `SmoothQuantModifier` with scheme `W8A8` |
+# | a cache in 8 bits | exercise 5 | vLLM `--kv-cache-dtype fp8` |
+# | 2:4 | `minillm/quantize/prune.py` | torch `to_sparse_semi_structured` |
+#
+# Sources: documentation of [vLLM](https://docs.vllm.ai/en/latest/features/quantization/),
+# [transformers 5](https://huggingface.co/docs/transformers/quantization/overview),
+# [torchao](https://github.com/pytorch/ao) and [llm-compressor](https://github.com/vllm-project/llm-compressor), 2026.
+# Names change often.
+#
+# ## On a GPU
+#
+# This lab has no ranks, so there is nothing to start with `torchrun`. Quantize a checkpoint of your own, and compare:
+#
+# ```bash
+# python -m minillm quantize --model $DIR --method awq --bits 4 --group 128 --out $NEW --report
+# python -m minillm serve --model $NEW                                # here
+# vllm serve $NEW                                                      # reads the same folder
+# ```
+#
+# ## Interview corner
+#
+# The numbers behind the answers, computed by formula:
+
+# %%
+receipts.interview()
+
+# %% [markdown]
+# Say your answer aloud before you open one.
+#
+# **1. Weights go from 16 to 4 bits. What becomes faster, and by how much?**
+# <details><summary>Answer</summary>
+#
+# Whatever waits for weights to be read: decoding at small batches, by 16 / (4 + 16/group), 3.9 times with groups of 128.
+# Prefill gains nothing, since its products take as long as before. Reading the cache does not change either.
+#
+# *Follow-up: up to which batch?* On an H100 the full factor holds up to about 76 sequences, and from 295 on it is 1.
+# </details>
+#
+# **2. Why groups, and why along the inputs?**
+# <details><summary>Answer</summary>
+#
+# A scale is set by the largest weight that shares it, so an outlier coarsens its whole group. Along the inputs, because one
+# output is a sum over inputs: a scale that is constant over a stretch of that sum comes out of it, and a kernel multiplies
+# by it once per group.
+# </details>
+#
+# **3. How large is the rounding error?**
+# <details><summary>Answer</summary>
+#
+# At most half a step per weight, Δ²/12 in the mean square. Every bit gains 6.02 dB. What matters is the error of the
+# layer's output, and in the end of the text.
+# </details>
+#
+# **4. AWQ or GPTQ?**
+# <details><summary>Answer</summary>
+#
+# AWQ rescales channels before it rounds: robust with little calibration text, and it repairs outliers of inputs. GPTQ
+# changes what the codes are so that errors cancel in the output: often the better of the two without outliers, and it can
+# overfit its calibration text. They combine. Both cost nothing when the model runs.
+# </details>
+#
+# **5. Why are inputs harder to quantize than weights?**
+# <details><summary>Answer</summary>
+#
+# A few channels are far larger than the rest in every token, and they set the scale of a token's row. SmoothQuant
+# ([Xiao et al. 2022](https://arxiv.org/abs/2211.10438)) moves the difficulty into the weights, by the same trick as AWQ.
+# Inputs must also be rounded while the model runs.
+# </details>
+#
+# **6. How would you decide that a quantized model is good enough?**
+# <details><summary>Answer</summary>
+#
+# Bits per byte on held-out text of the product, KL to the original and the share of greedy tokens that agree, then the tasks
+# that matter, with enough samples to tell a percent from noise. And bytes and tokens per second on the machine that will
+# serve it.
+# </details>
+#
+# ### Design questions
+#
+# **D1. Llama 3 70B is to run on one 80 GB card, for contexts of 32,768 tokens. 10 % of the memory is kept free, and 2 GB
+# go to activations. Which weights, which cache, and how many sequences fit? How long does a token take at least?**
+#
+# **D2. The 8B model on one H100 serves a chat (8 sequences at a time, contexts of 2,048) by day and reads documents
+# by night (prompts of 2,048 tokens, one token of answer each). Which format for each: 16 bits, 4-bit weights, or
+# 8 bits for weights and inputs?**
+
+# %%
+receipts.design_card(guess_sequences)
+
+# %%
+receipts.design_day_and_night()
+
+# %% [markdown]
+# <details><summary>D1 and D2: a worked answer</summary>
+#
+# D1: 16 bits (141 GB) and 8 bits (73 GB of the 72 that are left) do not fit. With 4-bit layers in groups of 128 and
+# embedding and head in 16 bits the weights take 39 GB. 10 % free and 2 GB for activations leave 70 GB, so the cache
+# gets 30 GB. A token's keys and values are 328 kB in 16 bits: two sequences of 32,768. In 8 bits, with a 32-bit scale per
+# token and head, they are 169 kB: five sequences. A step reads all weights and five full caches: 20 ms
+# at 3.35 TB/s, 50 tokens per second for each. The cache is two fifths of that traffic, so 8 bits save time there, too.
+#
+# D2: by day the step waits for memory: 4-bit weights make it 2.7 times shorter, 8 bits 1.8 times (the cache stays). By night
+# a prompt of 2,048 tokens is compute-bound: 4-bit weights gain nothing, and 8 bits for weights and inputs nearly halve the
+# time. One format for both: 8 bits. Two replicas with one format each: 4 bits by day, 8 by night.
+# </details>
+#
+# ### Capstone (open)
+#
+# Give every layer of `target` its own format: choose among 4 and 8 bits so that the whole model takes no more bytes than
+# int4 in groups of 128 with two layers in 8 bits, and loses least bits per byte (`Settings(skip=...)` leaves layers out of
+# a first pass). By what would you rank layers: their output error, or their effect on the text? How many evaluations does
+# your search need, and does the order hold on other text? Defend it in half a page.
+#
+# ## Can you answer them now?
+#
+# 1. How many bits does a weight really take, scales included, and what stays in 16 bits?
+# 2. What does rounding cost, by which formula, and how do AWQ and GPTQ lower it with the same bytes?
+# 3. At which batch does the speedup end, and which quantization still pays beyond it?
+#
+# Next: [20 · Design a training run](20_design_training.ipynb) puts the numbers of labs 01 to 11 to work; lab 21 sizes a
+# serving system with those of labs 12 to 16.
+
+# %%
+finish("16_quantization")
