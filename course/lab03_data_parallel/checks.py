@@ -85,7 +85,8 @@ def check_buckets(learner: Callable) -> Receipt:
     model, rows = case.model(), []
     for word, cap in caps.items():
         found = [bucket.parameters for bucket in _look_at(learner, case.model(), cap)]
-        rows.append(row(f"buckets, {word} cap of {cap:,} B", len(sum(_bucket_bytes(model, cap), [])), len(found)))
+        expected = sum(len(sizes) for sizes in _bucket_bytes(model, cap))
+        rows.append(row(f"buckets, {word} cap of {cap:,} B", expected, len(found)))
     _look_at(learner, Alternating(case.size), 2 * size)  # two matrices of a dtype fill a bucket
     ranks = run(_bucketed, case.world_size, learner, case, caps["middle"])
     if not any(trained.calls for trained in ranks):
