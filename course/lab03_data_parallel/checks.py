@@ -5,22 +5,19 @@ of one process on the whole batch, do replicas stay equal to the bit, and do the
 mechanism? Overlap and accumulation are in `checks_overlap.py`, what is sent at all in `checks_weights.py`.
 """
 
+import itertools
 from collections.abc import Callable
-from copy import deepcopy
 
 import torch
 from torch import nn
 
-from course.kit import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab03_data_parallel import rank_programs
 from course.lab03_data_parallel.rank_programs import Bucket, Net, Trained, TrainingCase
 from course.shared.trials import run
 from minillm.comm import Group
-
-ANSWERS = answers_of("03_data_parallel")
-
+from minillm.predict.training.sharding import bucket_sizes
 
 # What they are held to.
 
@@ -86,11 +83,10 @@ def check_buckets(learner: Callable) -> Receipt:
     size = case.size * case.size * 8  # of a weight matrix
     caps = {"small": size // 2, "middle": size + size // 3, "large": 100 * size}
     model, rows = case.model(), []
-    names = {parameter: name for name, parameter in model.named_parameters()}
     for word, cap in caps.items():
         found = [bucket.parameters for bucket in _look_at(learner, case.model(), cap)]
-        wanted = [[names[p] for p in bucket.parameters] for bucket in ANSWERS.make_buckets(model.parameters(), cap)]
-        rows.append(row(f"buckets, {word} cap of {cap:,} B", len(wanted), len(found)))
+        expected = sum(len(sizes) for sizes in _bucket_bytes(model, cap))
+        rows.append(row(f"buckets, {word} cap of {cap:,} B", expected, len(found)))
     _look_at(learner, Alternating(case.size), 2 * size)  # two matrices of a dtype fill a bucket
     ranks = run(_bucketed, case.world_size, learner, case, caps["middle"])
     if not any(trained.calls for trained in ranks):
@@ -104,7 +100,6 @@ def check_buckets(learner: Callable) -> Receipt:
 def _look_at(learner: Callable, model: nn.Module, cap: int) -> list[Bucket]:
     """The learner's buckets for one cap; CheckFailed if they are not what was asked for."""
     named = {parameter: name for name, parameter in model.named_parameters()}
-    wanted = ANSWERS.make_buckets(deepcopy(model).parameters(), cap)
     found = learner(model.parameters(), cap)
     if not isinstance(found, list) or not all(isinstance(bucket, Bucket) for bucket in found):
         raise CheckFailed("the exercise asks for a list of Bucket(flat, parameters)")
@@ -130,8 +125,10 @@ def _look_at(learner: Callable, model: nn.Module, cap: int) -> list[Bucket]:
             f"the buckets begin with {orders[0][0]}, but backward reaches {orders[1][0]} first: pack the last "
             "parameter first, or the first bucket is complete only when backward is over"
         )
-    for index, (bucket, right) in enumerate(zip(found, wanted, strict=False)):
-        mine, theirs = (sum(p.nbytes for p in b.parameters) for b in (bucket, right))
+    closed, unfilled = _bucket_bytes(model, cap)
+    sizes = [sum(p.nbytes for p in bucket.parameters) for bucket in found]
+    sizes[len(closed) :] = sorted(sizes[len(closed) :])  # those that never fill up may come in any order
+    for index, (mine, theirs) in enumerate(zip(sizes, closed + sorted(unfilled), strict=False)):
         if mine != theirs:
             raise CheckFailed(
                 f"bucket {index} holds {mine:,} B where {theirs:,} B are expected for a cap of {cap:,} B: close a "
@@ -139,6 +136,23 @@ def _look_at(learner: Callable, model: nn.Module, cap: int) -> list[Bucket]:
                 "close it: keep one open for each)"
             )
     return found
+
+
+def _bucket_bytes(model: nn.Module, cap: int) -> tuple[list[int], list[int]]:
+    """Bytes of the buckets that close, in that order, and of those that never fill up: by the closed form for each
+    dtype."""
+    order = [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
+    closed, unfilled = {}, []
+    for dtype in dict.fromkeys(parameter.dtype for parameter in order):
+        places = [place for place, parameter in enumerate(order) if parameter.dtype == dtype]
+        so_far = list(itertools.accumulate(order[place].nbytes for place in places))
+        sizes = bucket_sizes([order[place].nbytes for place in places], cap)
+        for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
+            if size >= cap:
+                closed[places[so_far.index(end)]] = size
+            else:
+                unfilled.append(size)
+    return [closed[place] for place in sorted(closed)], unfilled
 
 
 class Alternating(nn.Module):

@@ -76,7 +76,7 @@ def _quicker(group: Group, overlap: bool) -> tuple[measure.Ledger, float]:
 
 def row_forward(group: Group, pieces: int) -> float:
     """Seconds of a row layer's forward whose tokens are cut into pieces: while the sum of one piece travels, the next
-    is computed. The quicker of two passes, after one that connects the ranks."""
+    is computed. The faster of two passes, after one that connects the ranks."""
 
     def forward() -> None:
         works = []

@@ -524,7 +524,8 @@ receipts.grad_norm([rank["norm"] for rank in accidents])
 
 # %%
 print(inspect.getsource(experiments_breaks.suspect_mlp))
-receipts.bug_hunt(experiments_breaks.bug_hunt(cut_mlp, experiments_breaks.suspect_mlp), "this MLP on 4 ranks")
+errors = experiments_breaks.bug_hunt(cut_mlp, experiments_breaks.suspect_mlp)
+receipts.bug_hunt(errors, "this MLP on 4 ranks")
 
 # %% [markdown]
 # Output and weight gradients are exact, and something is wrong. Name the line, and say which gradients of a whole

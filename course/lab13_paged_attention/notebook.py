@@ -373,9 +373,8 @@ CachingPool = check("lru-eviction", CachingPool)
 # until a slot is written. Three requests: a prompt, another with the same beginning, and a fork of the first one.
 
 # %%
-receipts.your_engine(
-    experiments_engine.Parts(slot_mapping, Pool, paged_attention, block_keys, find_prefix, prepare_write),
-)
+yours = (slot_mapping, Pool, paged_attention, block_keys, find_prefix, prepare_write)
+receipts.your_engine(experiments_engine.Parts(*yours))
 
 # %% [markdown]
 # ## Measure: waste

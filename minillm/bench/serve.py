@@ -29,7 +29,7 @@ from minillm.model import Transformer, load_hf
 from minillm.model.generate import folder_of
 
 CONTEXT, PREFIX = 1024, 512
-STREAMS, EACH_STREAM = (1, 2, 4, 8, 16, 32, 64), "streams at once: tokens/s of each"
+STREAMS = (1, 2, 4, 8, 16, 32, 64)
 TIE = 1e-3  # logits that differ by less may come in either order: float32 sums in another order
 METRICS: dict[str, tuple[str, float, Callable[[Served], float]]] = {  # what -> unit, scale, value
     "useful tokens": ("tokens/s", 1.0, lambda served: served.tokens_per_s),
@@ -154,10 +154,7 @@ def roofline_row(ours: Ours, arrivals: Sequence[Arrival], repeats: int) -> Bench
 def frontier_rows(
     ours: Ours, other, make: Callable[[int], list[Arrival]], repeats: int, streams: Sequence[int] = STREAMS
 ) -> list[BenchRow]:
-    """What each stream gets while so many run at once: 1 / TPOT, the median. Times the streams it is the throughput.
-
-    `serve_frontier.py` draws them.
-    """
+    """Tokens/s of each stream while so many run at once: the median of 1 / TPOT. Times the streams, the throughput."""
     rows = []
     for number in streams:
         arrivals = make(number)
@@ -168,7 +165,7 @@ def frontier_rows(
             repeats,
             warmup=0,
         )
-        name = f"{number} {EACH_STREAM}"
+        name = f"{number} streams at once: tokens/s of each"
         rows.append(bench_row(name, other.title, found, "tokens/s", higher_is_better=True))
     return rows
 
