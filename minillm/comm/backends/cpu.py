@@ -49,7 +49,7 @@ class CpuBackend:
         self._queue: ThreadPoolExecutor | None = None
         self._idle: threading.Event | None = None  # set when the last asynchronous one is over
 
-    # The  `__wrapped__` is the algorithm alone: `@collective` would make another operation of it.
+    # The collectives. `__wrapped__` is the algorithm alone: `@collective` would make another operation of it.
 
     def all_reduce(self, operation: Operation, x: torch.Tensor, op: str, async_op: bool) -> Any:
         """One ring; on an emulated topology that asks for it, two levels."""
