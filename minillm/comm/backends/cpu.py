@@ -148,7 +148,7 @@ def _perform(
     body: Callable[..., Any],
     args: Sequence[Any],
 ) -> Any:
-    """In the group's thread. stream: the caller's on a GPU: work goes behind what it has queued, and ends in the block."""
+    """In the group's thread. stream: the caller's on a GPU; work goes behind what it has queued, and ends in here."""
     try:
         with torch.cuda.stream(stream) if stream else nullcontext(), operation:
             result = body(*args)
