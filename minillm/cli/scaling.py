@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from typer import Option
 
 from minillm.drawing import style, subplots
-from minillm.equivalence.scaling import EXTENDED, MEASURED, MODES, PER_NODE, Row, cliff, scaling, table
+from minillm.equivalence.scaling import EXTENDED, MEASURED, MODES, PER_NODE, Row, cliff, scaling
 from minillm.measure.provenance import JsonFile, provenance, summary, writable, write_json
 from minillm.palette import look
 
@@ -36,6 +36,21 @@ def command(
         figure(rows).savefig(picture)
     write_json(json_file, {"provenance": origin, "rows": [asdict(row) for row in rows]})
     return 0
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines for a terminal."""
+    lines = ["        ranks  nodes  predicted s  measured s  two levels s  MB per rank  MB leave a node  efficiency"]
+    lines[0] += "  measured"
+    for row in rows:
+        seconds = "-" if row.measured_seconds is None else f"{row.measured_seconds:.3f}"
+        share = "-" if row.measured_efficiency is None else f"{row.measured_efficiency:.0%}"
+        times = f"{row.seconds:>11.3f}  {seconds:>10}  {row.two_level:>12.3f}"
+        sizes = f"{row.bytes / 1e6:>11.2f}  {row.crossing / 1e6:>15.2f}"
+        lines.append(
+            f"{row.mode:<6}  {row.ranks:>5}  {row.nodes:>5}  {times}  {sizes}  {row.efficiency:>10.0%}  {share:>8}"
+        )
+    return lines
 
 
 def figure(rows: Sequence[Row]) -> Figure:

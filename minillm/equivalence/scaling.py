@@ -129,18 +129,3 @@ def _shrink(ranks: int) -> float:
     """Bytes that leave a node in two levels, over those of one ring: 2(m-1)/m P against 2(n-1)/n P, m nodes."""
     nodes = ranks // PER_NODE
     return (nodes - 1) / nodes / ((ranks - 1) / ranks)
-
-
-def table(rows: Sequence[Row]) -> list[str]:
-    """Lines for a terminal."""
-    lines = ["        ranks  nodes  predicted s  measured s  two levels s  MB per rank  MB leave a node  efficiency"]
-    lines[0] += "  measured"
-    for row in rows:
-        seconds = "-" if row.measured_seconds is None else f"{row.measured_seconds:.3f}"
-        share = "-" if row.measured_efficiency is None else f"{row.measured_efficiency:.0%}"
-        times = f"{row.seconds:>11.3f}  {seconds:>10}  {row.two_level:>12.3f}"
-        sizes = f"{row.bytes / 1e6:>11.2f}  {row.crossing / 1e6:>15.2f}"
-        lines.append(
-            f"{row.mode:<6}  {row.ranks:>5}  {row.nodes:>5}  {times}  {sizes}  {row.efficiency:>10.0%}  {share:>8}"
-        )
-    return lines

@@ -6,6 +6,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,25 +60,31 @@ def read_metrics(folder: Path, missing_ok: bool = False) -> list[dict[str, Any]]
         if missing_ok:
             return []
         raise ValueError(f"{folder} holds no {FILE}: name a run that `python -m minillm train` has made.")
+    return read_rows(path, "the metrics of a run", {"step": int})
+
+
+def read_rows(path: Path, what: str, types: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A JSON object of each line, in order; a line that a crash cut short is left out. ValueError if the file does not
+    hold `what`, whose objects have values of these types."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        what = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise _not_metrics(path, what) from error
+        raise _foreign(path, what, error.strerror if isinstance(error, OSError) else "it is no text") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise _not_metrics(path, f"line {number} has no step: {line:.40}")
+        for name, kind in types.items():
+            if not isinstance(row, dict) or not isinstance(row.get(name), kind):
+                raise _foreign(path, what, f"line {number} has no {name}: {line:.40}")
         rows.append(row)
     return rows
 
 
-def _not_metrics(path: Path, what: str) -> ValueError:
-    return ValueError(f"{path} does not hold the metrics of a run ({what}): move it away, or name another run.")
+def _foreign(path: Path, what: str, reason: str) -> ValueError:
+    return ValueError(f"{path} does not hold {what} ({reason}): move it away, or name another run.")
 
 
 def _known(row: dict[str, Any], steps_done: int, position: int | None) -> bool:

@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class CpuBackend:
         self._queue: ThreadPoolExecutor | None = None
         self._idle: threading.Event | None = None  # set when the last asynchronous one is over
 
-    # The  `__wrapped__` is the algorithm alone: `@collective` would make another operation of it.
+    # The collectives. `__wrapped__` is the algorithm alone: `@collective` would make another operation of it.
 
     def all_reduce(self, operation: Operation, x: torch.Tensor, op: str, async_op: bool) -> Any:
         """One ring; on an emulated topology that asks for it, two levels."""
@@ -106,7 +106,9 @@ class CpuBackend:
         if self._queue is None:
             self._queue = ThreadPoolExecutor(1, f"minillm-{self.group.name}")
         idle = self._idle = threading.Event()
-        future = self._queue.submit(_perform, operation, _current_stream(self.group.device), idle, body, args)
+        device = self.group.device
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        future = self._queue.submit(_perform, operation, stream, idle, body, args)
         work = Work(future.result, future.done, operation.event)
         return work if async_op else work.wait()
 
@@ -141,23 +143,20 @@ class CpuBackend:
 
 def _perform(
     operation: Operation,
-    stream: AbstractContextManager,
+    stream: torch.cuda.Stream | None,
     idle: threading.Event,
     body: Callable[..., Any],
     args: Sequence[Any],
 ) -> Any:
-    """In the group's thread."""
+    """In the group's thread. stream: the caller's on a GPU; work goes behind what it has queued, and ends in here."""
     try:
-        with stream, operation:
-            return body(*args)
+        with torch.cuda.stream(stream) if stream else nullcontext(), operation:
+            result = body(*args)
+            if stream:
+                stream.synchronize()
+            return result
     finally:
         idle.set()
-
-
-def _current_stream(device: torch.device) -> AbstractContextManager:
-    """In a block of it, another thread queues its work on a GPU behind what the caller has queued."""
-    on_gpu = device.type == "cuda"
-    return torch.cuda.stream(torch.cuda.current_stream(device)) if on_gpu else nullcontext()
 
 
 def _to_the_end(body: Callable[[], Any]) -> Any:

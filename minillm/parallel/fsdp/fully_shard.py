@@ -58,7 +58,7 @@ class FullyShard(ShardedModule):
         model = FullyShard(Transformer(config, seed=0), group)
         optimizer = model.optimizer(lambda named: adamw(named, config))
         loss.backward()                          # reduces
-        norm = model.clip_grad_norm_(1.0)        # of the whole gradient, the same on every rank
+        norm = optimizer.clip_grad_norm_(1.0)    # of the whole gradient, the same on every rank
         if norm.isfinite(): optimizer.step()
         optimizer.zero_grad()
 

@@ -17,8 +17,7 @@ from minillm.parallel.fsdp.param_group import ParamGroup
 from minillm.parallel.sharding.gather import gather
 from minillm.parallel.sharding.offload import Offload
 from minillm.parallel.sharding.optimizer import MakeOptimizer, SlicedOptimizer
-from minillm.parallel.sharding.placement import Placement, clip_grad_norm_
-from minillm.parallel.sharding.sharded_gradient import plain
+from minillm.parallel.sharding.placement import Placement
 
 
 class ShardedModule(nn.Module):
@@ -59,25 +58,9 @@ class ShardedModule(nn.Module):
         slices = {name: part for name, part in self.named_parameters() if part.requires_grad}
         return SlicedOptimizer(make, slices, self.placements, self.norm_group, self.home)
 
-    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0, norm_type: float = 2.0) -> Tensor:
-        """Norm of the whole model's gradient / loss_scale, which is then scaled down to at most max_norm.
-
-        One scalar all-reduce, so the norm, and whether it is finite, is the same on every rank.
-        """
-        how = (self.placements, self.norm_group, max_norm, loss_scale, norm_type)
-        return clip_grad_norm_(self._gradients(), *how)
-
-    def _gradients(self) -> dict[str, Tensor]:
-        return {name: plain(part.grad) for name, part in self.named_parameters() if part.grad is not None}
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        """name -> the averaged gradient of that parameter, whole, on the CPU of every rank; every rank calls it."""
-        return gather(self._gradients(), self.placements, self.norm_group)
-
     @torch.no_grad()
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The module's own state_dict, on the CPU of every rank, from any number of ranks to any other; every rank
-        calls it."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """The module's own, whole, on the CPU of every rank, for any number of ranks; every rank calls it."""
         slices = {name: param.slice.to(param.full.dtype) for name, param in self.params.items()}
         state = {name: tensor.cpu() for name, tensor in self._buffers_saved().items()}
         for first, whole in gather(slices, self.placements, self.norm_group).items():
@@ -85,13 +68,9 @@ class ShardedModule(nn.Module):
                 state |= dict.fromkeys(self.params[first].names, whole)
         return {name: state[name] for name in self.module.state_dict()}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """`full_state_dict`, as torch habits expect; every rank calls it."""
-        return self.full_state_dict()
-
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """`full_state_dict`, or a plain module's state; no communication."""
+        """What `state_dict` or a plain module's has returned; no communication."""
         self._check_names(state)
         for name, param in self.params.items():
             param.slice.copy_(param.placement.cut(state[name]))
@@ -115,7 +94,7 @@ class ShardedModule(nn.Module):
         return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ValueError("a FullyShard belongs to this process's group: copy or save its full_state_dict() instead.")
+        raise ValueError("a FullyShard belongs to this process's group: copy or save its state_dict() instead.")
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "ShardedModule":
         raise ValueError("a sharded module stays where and what it is: move or cast it before sharding.")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from minillm.comm import Group
 from minillm.parallel.data_parallel.packing import Named
 from minillm.parallel.sharding.full_state import full_state, load_full
-from minillm.parallel.sharding.gather import gather
 from minillm.parallel.sharding.offload import Offload
 from minillm.parallel.sharding.placement import Placement, clip_grad_norm_
 from minillm.parallel.sharding.sharded_gradient import plain
@@ -103,33 +102,23 @@ class SlicedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ValueError(
-            f"a {type(self).__name__} belongs to this process's group: copy its full_state_dict() instead."
-        )
+        raise ValueError(f"a {type(self).__name__} belongs to this process's group: copy its state_dict() instead.")
 
     # What is saved and compared.
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        """name -> the averaged gradient, whole, on the CPU of every rank, after `prepare_gradients`. Every rank calls
-        it."""
-        return gather(self.gradients_by_name(), self.placements, self.norm_group)
 
     def masters(self) -> dict[str, Tensor]:
         """Slices of float32 weights whose model has 16-bit ones."""
         return {name: part.detach() for name, part in self.slices.items() if part.is_master}
 
-    def full_state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state in torch's layout, as `make(module.named_parameters())` on one process would have it, on the CPU of
         every rank: any number of ranks can load it, and so can that optimizer. All ranks have to call it."""
         return full_state(LocalState(self), self.norm_group)["optimizer"]
 
-    def state_dict(self) -> dict[str, Any]:
-        """`full_state_dict`, as torch habits expect; every rank calls it."""
-        return self.full_state_dict()
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """`full_state_dict`, or what a plain optimizer of the same parameters saved; no communication. Load the module
-        first: masters that `state` does not hold are copied from its weights. ValueError: a state of another model."""
+        """What `state_dict` has returned, or that of a plain optimizer of the same parameters; no communication. Load
+        the module first: masters that `state` does not hold are copied from its weights.
+        ValueError: a state of another model."""
         load_full(LocalState(self), state)
 
     @torch.no_grad()

@@ -29,7 +29,7 @@ class ShardedGradient(Tensor):
         if func in (torch.linalg.vector_norm, torch._foreach_norm):
             raise ValueError(
                 "torch.nn.utils.clip_grad_norm_ sees only this rank's slices of the gradients: use clip_grad_norm_ of "
-                "the ZeroOptimizer or FullyShard."
+                "the optimizer."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from minillm.train.fault_tolerance.elastic import agent_began
+from minillm.train.metrics import read_rows
 
 FILE = "time.jsonl"
+TYPES = {"event": str, "step": int | float, "at": int | float, "seconds": int | float}  # of an event's values
 PARTS = ("useful", "saving", "lost", "restarting", "other")
 
 
@@ -109,11 +111,7 @@ def read_goodput(folder: Path) -> Goodput | None:
     path = folder / FILE
     if not path.exists():
         return None
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): move it away.") from error
-    return goodput(_rows(lines, path))
+    return goodput(read_rows(path, "the times of a run", TYPES))
 
 
 def goodput(rows: Iterable[dict[str, Any]]) -> Goodput:
@@ -144,15 +142,3 @@ def _lose(kept: dict[int, float], step: float, spent: dict[str, float]) -> None:
     """The steps from `step` on will be made again."""
     for number in [each for each in kept if each >= step]:
         spent["lost"] += kept.pop(number)
-
-
-def _rows(lines: Iterable[str], path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # cut short by a crash
-        numbers = [row.get(name) for name in ("step", "at", "seconds")] if isinstance(row, dict) else [None]
-        if not all(isinstance(each, int | float) for each in numbers) or "event" not in row:
-            raise ValueError(f"{path} does not hold the times of a run (line {number}: {line:.40}): move it away.")
-        yield row

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minillm.__main__ import run
+from minillm.cli import scaling as command
 from minillm.comm import Link, Topology, launch
 from minillm.equivalence import placement, planner, scaling
 from minillm.measure import ledger
@@ -213,7 +214,7 @@ def test_scaling_counts_what_leaves_a_node():
     assert rows[8].bytes / rows[4].bytes == pytest.approx((7 / 8) / (3 / 4), rel=1e-3)
     assert rows[8].seconds > 2 * rows[4].seconds and rows[8].two_level < rows[8].seconds
     assert "times as long" in scaling.cliff(list(rows.values()))
-    assert len(scaling.table(list(rows.values()))) == 5
+    assert len(command.table(list(rows.values()))) == 5
 
 
 def test_the_cliffs_sentence_is_of_the_rows():

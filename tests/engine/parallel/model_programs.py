@@ -1,10 +1,13 @@
 """What ranks run in the tests of other people's modules: each form trains them as torch's DDP does."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.parallel import BucketedDDP, FullyShard, ZeroOptimizer
+from minillm.parallel.sharding.gather import gather
 from minillm.train import decay_groups
 
 STEPS = 3
@@ -103,9 +106,16 @@ def wrapped(form: str, model: nn.Module, group: Group, unused: bool):
         return module, grouped(model.named_parameters()), own
     if form == "fsdp":
         module = FullyShard(model, group, find_unused=unused, **({"blocks": []} if unused else {}))
-        return module, module.optimizer(grouped), module.full_gradients
+        optimizer = module.optimizer(grouped)
+        return module, optimizer, partial(gradients_of, optimizer)
     optimizer = ZeroOptimizer(model, group, int(form[-1]), make=grouped, bucket_cap_mb=0.001, find_unused=unused)
-    return model, optimizer, optimizer.full_gradients
+    return model, optimizer, partial(gradients_of, optimizer)
+
+
+def gradients_of(optimizer) -> dict[str, Tensor]:
+    """Whole gradients by name."""
+    optimizer.prepare_gradients()
+    return gather(optimizer.gradients_by_name(), optimizer.placements, optimizer.norm_group)
 
 
 def trained(group: Group, name: str) -> dict:

@@ -199,7 +199,7 @@ def nested(group: Group) -> dict:
         (model(x[dp_rank::2]) * scale).square().sum().backward()
         norm = optimizer.clip_grad_norm_(None).item()
         optimizer.step()
-        state = optimizer.full_state_dict()["state"]
+        state = optimizer.state_dict()["state"]
         found[kind] = norm, {name: state[index]["exp_avg"] for index, name in enumerate(["weight", "bias"])}
     plain = nn.Linear(3, 5).double()
     plain.load_state_dict(whole)

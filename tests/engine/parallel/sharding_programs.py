@@ -12,6 +12,7 @@ from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer
 from minillm.model.initialise import initial
 from minillm.parallel import FullyShard
+from minillm.parallel.sharding.gather import gather
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train import checkpoint_blocks, decay_groups
 
@@ -60,6 +61,14 @@ def far(found, wanted):
     return max(((found[k].double() - wanted[k]).norm() / (wanted[k].norm() + 1e-30)).item() for k in wanted)
 
 
+def gradients_of(sharded):
+    """Whole gradients by name."""
+    parts = {
+        name: part.grad.as_subclass(torch.Tensor) for name, part in sharded.named_parameters() if part.grad is not None
+    }
+    return gather(parts, sharded.placements, sharded.norm_group)
+
+
 def compare(group, case):
     """Steps of AdamW, sharded and in this process alone. Every rank starts from weights of its own, rank 0's count."""
     config, options, shard = CASES[case]
@@ -72,9 +81,9 @@ def compare(group, case):
         with ledger() as led:
             backward(sharded, step, group, options.get("microbatches", 1))
         wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-        worst["gradient"] = max(worst["gradient"], far(sharded.full_gradients(), wanted))
+        worst["gradient"] = max(worst["gradient"], far(gradients_of(sharded), wanted))
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        worst["norm"] = max(worst["norm"], abs(sharded.clip_grad_norm_(0.5) / norm - 1).item())
+        worst["norm"] = max(worst["norm"], abs(optimizer.clip_grad_norm_(0.5) / norm - 1).item())
         for each in (alone, optimizer):
             each.step()
             each.zero_grad()
@@ -200,7 +209,7 @@ def offloaded(group, folder):
         optimizer = sharded.optimizer(make)
         for step in range(3):
             backward(sharded, step, group)
-            sharded.clip_grad_norm_(1.0)
+            optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
         results[where] = sharded.state_dict()
@@ -268,7 +277,7 @@ def against_fully_shard(group):
     for step in range(3):
         for model in (peer, sharded):
             backward(model, step, group)
-        norms = nn.utils.clip_grad_norm_(peer.parameters(), 0.5).full_tensor(), sharded.clip_grad_norm_(0.5)
+        norms = nn.utils.clip_grad_norm_(peer.parameters(), 0.5).full_tensor(), optimizers[1].clip_grad_norm_(0.5)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -329,10 +338,10 @@ def corners(group):
     errors["earlier pass"] = message(early.sum().backward)
     late = sharded(mine).sum()
     errors["twice"] = message(late.backward, retain_graph=True) + message(late.backward)
-    twice = sharded.full_gradients()["head.weight"]
+    twice = gradients_of(sharded)["head.weight"]
     sharded.zero_grad()
     sharded(mine).sum().backward()
-    once = sharded.full_gradients()["head.weight"]
+    once = gradients_of(sharded)["head.weight"]
     sharded.zero_grad()
     sharded.module.order = (0, 2, 1)
     errors["out of order"] = message(sharded, mine)
@@ -365,7 +374,7 @@ def _by_order(group, x, orders, find_unused, around=None):
     with ledger() as led:
         sharded(x[group.rank :: len(orders)].double()).square().mean().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    distance = far(sharded.full_gradients(), wanted)
+    distance = far(gradients_of(sharded), wanted)
     for optimizer in optimizers:
         optimizer.step()
     return (
@@ -379,10 +388,11 @@ def _overflow(group, x):
     """Whether the norm is finite when all gradients are, and when one rank alone has one that is not."""
     sharded = FullyShard(Toy(), group)
     sharded(x).sum().backward()
-    norms = sharded.clip_grad_norm_(None), sharded.clip_grad_norm_(1.0, loss_scale=4.0), sharded.clip_grad_norm_(None)
+    clip = sharded.optimizer(make).clip_grad_norm_
+    norms = clip(None), clip(1.0, loss_scale=4.0), clip(None)
     sharded.zero_grad()
     (sharded(x).sum() * (float("inf") if group.rank else 1.0)).backward()
-    return [norm.item() for norm in (*norms, sharded.clip_grad_norm_(1.0))]
+    return [norm.item() for norm in (*norms, clip(1.0))]
 
 
 def _frozen(model, name):
