@@ -1,91 +1,36 @@
-"""Statements about decoding, batching, speculation, faults and cost, and what decides them."""
+"""Statements about serving: paging, batching, speculation, quantisation."""
 
 import random
 
 import torch
 
-from course.kit.receipts import Row, formula, row
-from course.shared.statement import claim, computed
-from minillm.comm import RankError, launch
+from course.kit.receipts import Row, row
+from course.shared.statement import at, claim, computed
 from minillm.model import ModelConfig, Transformer
-from minillm.model.generate import KVCache
-from minillm.predict import faults
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import DEVICES
 from minillm.predict.serving import queueing, speculation
 from minillm.serve import LLM, SamplingParams
 
-POPE = "Pope et al. 2022: https://arxiv.org/abs/2211.05102"
-PAGED = "Kwon et al. 2023: https://arxiv.org/abs/2309.06180"
 LEVIATHAN = "Leviathan et al. 2023: https://arxiv.org/abs/2211.17192"
+PAGED = "Kwon et al. 2023: https://arxiv.org/abs/2309.06180"
 
 
 @claim(
-    "decoding",
-    "70B in 16 bits on 3.35 TB/s cannot decode one sequence faster than 24 tokens per second.",
-    "true",
-    "Every step reads every weight once: 140 GB over the bandwidth. The 2 of 2 FLOPs per weight is no second read.",
-    "several tokens per pass (speculation), or several sequences, of which each still has 24",
-    POPE,
-)
-def decode_reads_weights_once() -> list[Row]:
-    speed = DEVICES["h100"].bandwidth / (2 * 70e9)
-    return [computed("70B in 16 bits on 3.35 TB/s, tokens/s", 23.9, speed, tolerance=0.005)]
-
-
-@claim(
-    "decoding",
-    "The cache of a 70B model takes 2.6 MB per token.",
-    "depends",
-    "With all 64 heads it would; grouped attention keeps 8: 0.33 MB.",
-    "multi-head attention",
-    "Ainslie et al. 2023: https://arxiv.org/abs/2305.13245",
-)
-def cache_of_seventy() -> list[Row]:
-    return [
-        computed("bytes per token, 8 kv heads", 2 * 80 * 8 * 128 * 2, architecture("llama-3-70b").kv_bytes(), "B"),
-        formula("with 64", 2 * 80 * 64 * 128 * 2, "B"),
-    ]
-
-
-@claim(
-    "decoding",
-    "After n generated tokens the cache holds prompt + n - 1 entries.",
-    "true",
-    "The last token has been chosen and has not gone through the model.",
-    "after one more pass",
-    POPE,
-)
-def cache_lacks_the_last() -> list[Row]:
-    config = ModelConfig(64, 16, 32, 2, 2)
-    model = Transformer(config, seed=0).eval()
-    cache, prompt, answer = KVCache(config, 16), [1, 2, 3], 4
-    with torch.no_grad():
-        tokens, start, made = prompt, 0, 0
-        while made < answer:
-            logits = model(torch.tensor([tokens]), torch.arange(start, start + len(tokens)), attention=cache)
-            start, tokens, made = start + len(tokens), [int(logits[0, -1].argmax())], made + 1
-    return [row("positions put through the model", len(prompt) + answer - 1, start)]
-
-
-@claim(
-    "decoding",
-    "Throughput grows with the batch for ever.",
+    "paging",
+    "Ten sequences of up to 4,096 tokens need 40,960 blocks.",
     "false",
-    "Until reading caches or arithmetic takes longer than reading weights.",
-    "small batches and short contexts",
-    POPE,
+    "Those are token slots. A block holds 16 of them or so, and only what is written needs one.",
+    "blocks of one token",
+    "Kwon et al. 2023, section 4.1: https://arxiv.org/abs/2309.06180",
 )
-def throughput_for_ever() -> list[Row]:
-    model, device = architecture("llama-3-8b"), DEVICES["h100"]
-
-    def speed(batch: int, context: int) -> float:
-        read = 2 * model.parameters + batch * context * model.kv_bytes()
-        return batch / max(read / device.bandwidth, 2 * model.parameters * batch / (device.flops * device.achievable))
-
+def slots_are_blocks() -> list[Row]:
+    model = Transformer(ModelConfig(64, 16, 32, 2, 2), seed=0).eval()
+    llm = LLM(model, block_size=4, num_blocks=12)
+    output = llm.generate([[7] * 40], SamplingParams(max_tokens=6, temperature=0))[0]
     return [
-        computed("8 sequences give nearly 8 times", True, speed(8, 1024) / speed(1, 1024) > 7),
-        computed("512 give 512 times", False, speed(512, 1024) / speed(1, 1024) > 500),
+        row("tokens written after a prompt of 40, with 12 blocks of 4", 6, len(output.answers[0].tokens)),
+        computed("blocks for ten times 4,096 tokens, 16 each", 2560, 10 * 4096 / 16),
     ]
 
 
@@ -95,7 +40,7 @@ def throughput_for_ever() -> list[Row]:
     "true",
     "Blocks need not be contiguous: any free block serves.",
     "caches that are allocated as one piece per sequence",
-    PAGED,
+    at(PAGED, "section 3.1"),
 )
 def paging_needs_no_defragmentation() -> list[Row]:
     llm = LLM(Transformer(ModelConfig(64, 16, 32, 2, 2), seed=0).eval(), block_size=4, num_blocks=16)
@@ -112,7 +57,7 @@ def paging_needs_no_defragmentation() -> list[Row]:
     "false",
     "Keys and values depend on position and on everything before: only equal prefixes can be shared.",
     "the same prefix",
-    PAGED,
+    at(PAGED, "section 4.4"),
 )
 def blocks_shared_anywhere() -> list[Row]:
     llm = LLM(Transformer(ModelConfig(64, 16, 32, 2, 2), seed=0).eval(), block_size=4, num_blocks=32)
@@ -129,7 +74,7 @@ def blocks_shared_anywhere() -> list[Row]:
     "depends",
     "Less than one block per sequence: little for long ones, much for short ones.",
     "long sequences",
-    PAGED,
+    at(PAGED, "section 4.3"),
 )
 def paging_wastes_five() -> list[Row]:
     wasted = [(-length % 16) / (length + -length % 16) for length in (56, 2040)]
@@ -190,7 +135,7 @@ def slack_at_eighty_five() -> list[Row]:
     "true",
     "A draft token stays with probability min(1, p/q), and the rest comes from max(0, p - q).",
     "typical acceptance and other lossy rules",
-    LEVIATHAN,
+    at(LEVIATHAN, "section 2.3"),
 )
 def speculation_is_exact() -> list[Row]:
     torch.manual_seed(0)
@@ -207,7 +152,7 @@ def speculation_is_exact() -> list[Row]:
     "false",
     "The sum is geometric, and drafting costs: there is a best K.",
     "never",
-    LEVIATHAN,
+    at(LEVIATHAN, "section 3.3"),
 )
 def speedup_is_k_alpha() -> list[Row]:
     return [
@@ -226,7 +171,7 @@ def speedup_is_k_alpha() -> list[Row]:
     "false",
     "Without the factor i: the sum of the chances. The claimed sum exceeds K.",
     "with the chance of *exactly* i it is right",
-    LEVIATHAN,
+    at(LEVIATHAN, "section 3.1"),
 )
 def expected_accepted() -> list[Row]:
     draw, alpha, k, total = random.Random(0), 0.8, 4, 0
@@ -295,143 +240,4 @@ def four_bits_four_times() -> list[Row]:
     return [
         computed("batch 1", 16 / 4.5, seconds(1, 16) / seconds(1, 4.5), tolerance=0.01),
         computed("batch 512", 1.0, seconds(512, 16) / seconds(512, 4.5), tolerance=0.01),
-    ]
-
-
-@claim(
-    "faults",
-    "Save every 1,000 steps.",
-    "depends",
-    "The best interval follows from the cost of a save and the rate of failures: √(2 · cost · MTBF).",
-    "when that happens to be the interval",
-    "Young 1974: https://doi.org/10.1145/361147.361115",
-)
-def save_every_thousand() -> list[Row]:
-    rows = []
-    for gpus in (64, 16384):
-        mtbf = faults.job_mtbf(faults.LLAMA3_GPU_MTBF_S, gpus)
-        best = faults.young_interval(30, mtbf)
-        worse = min(faults.wasted_share(best * f, 30, 600, mtbf) for f in (0.5, 2.0))
-        rows.append(
-            computed(
-                f"{gpus:,} GPUs: half or twice the interval wastes more",
-                True,
-                worse > faults.wasted_share(best, 30, 600, mtbf),
-            )
-        )
-        rows.append(computed("    best interval", None, best, "s"))
-    return rows
-
-
-@claim(
-    "faults",
-    "Writing the manifest before the barrier is fine, as all ranks write anyway.",
-    "false",
-    "A crash between the two leaves a checkpoint that looks complete.",
-    "if readers verify every shard",
-    "torch.distributed.checkpoint: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html",
-)
-def manifest_before_barrier() -> list[Row]:
-    looks_whole = {}
-    for name, order in (("manifest first", ["manifest", 0, 1, 2]), ("manifest last", [0, 1, 2, "manifest"])):
-        torn = 0
-        for killed_after in range(len(order) + 1):
-            there = set(order[:killed_after])
-            torn += "manifest" in there and not {0, 1, 2} <= there
-        looks_whole[name] = torn
-    return [
-        row(
-            "instants at which a torn checkpoint looks whole, manifest first",
-            3,
-            looks_whole["manifest first"],
-            kind="simulated",
-        ),
-        row("    manifest last", 0, looks_whole["manifest last"], kind="simulated"),
-    ]
-
-
-@claim(
-    "faults",
-    "Elastic training rebalances work when a node is lost.",
-    "false",
-    "All workers are stopped and restarted with a new world size; state, data and batch are the script's job.",
-    "services that keep state outside the workers",
-    "torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html",
-)
-def elastic_rebalances() -> list[Row]:
-    return [
-        row("3 real ranks, one is lost: the others finish their step", False, _finish_without_one()),
-        computed("a batch of 64 in microbatches of 4 divides over 4 ranks", True, 64 % (4 * 4) == 0),
-        computed("    over the 3 that are left", False, 64 % (4 * 3) == 0),
-    ]
-
-
-def _finish_without_one() -> bool:
-    try:
-        launch(_step_of_three, 3)
-    except RankError:
-        return False
-    return True
-
-
-def _step_of_three(group) -> float:
-    if group.rank == 1:
-        raise RuntimeError("this rank is lost")
-    return group.all_reduce(torch.ones(1)).item()
-
-
-@claim(
-    "cost",
-    "100 % GPU utilisation means that the GPU computes all the time.",
-    "false",
-    "It means that some kernel was resident; one that waits for a message counts too.",
-    "never",
-    "NVML, nvmlUtilization_t: https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html",
-)
-def utilisation_is_compute() -> list[Row]:
-    from minillm.predict.planner import published
-    from minillm.predict.planner.step import step
-
-    run = next(each for each in published.RUNS if each.name.startswith("Llama 3 405B, 16,384 GPUs, 8k"))
-    time = step(run.architecture, run.layout, run.cluster, run.seq)
-    return [
-        computed(
-            "share of the peak while every GPU is busy, as published, below half",
-            True,
-            published.compare(run).reported < 0.5,
-        ),
-        formula("seconds of a step in tensor-parallel collectives", time.tp, "s"),
-    ]
-
-
-@claim(
-    "cost",
-    "A model called 8x7B has fewer than 56 billion parameters.",
-    "true",
-    "The experts are MLPs; attention and embeddings are shared: 46.7B, of which a token activates 12.9B.",
-    "if the experts were whole models",
-    "Jiang et al. 2024: https://arxiv.org/abs/2401.04088",
-)
-def fewer_than_eight_times_seven() -> list[Row]:
-    model = architecture("mixtral-8x7b")
-    return [
-        computed("parameters", 46.7e9, model.parameters, tolerance=0.002),
-        computed("active", 12.9e9, model.active_parameters, tolerance=0.005),
-    ]
-
-
-@claim(
-    "cost",
-    "Training FLOPs are 6 per parameter and token.",
-    "depends",
-    "Attention comes on top and grows with the sequence; recomputation makes it 8 for the hardware.",
-    "short sequences, no recomputation",
-    "Kaplan et al. 2020: https://arxiv.org/abs/2001.08361",
-)
-def six_per_parameter() -> list[Row]:
-    model = architecture("llama-3-8b")
-    short, long = (model.training_flops(context) / (6 * model.parameters) for context in (1024, 65536))
-    return [
-        computed("1,024 keys per query: within 10 %", True, abs(short - 1) < 0.1),
-        computed("65,536: within 10 %", False, abs(long - 1) < 0.1),
     ]

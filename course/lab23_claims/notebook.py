@@ -322,7 +322,7 @@ receipts.decide(votes)
 # with 4-bit weights. Which two measurements do you ask for?
 #
 # **Capstone (open).** Find a claim in a blog post or a talk that none of these decides. Write the statement, the verdict, the
-# condition, and the ten lines that run it, in the form of `course/lab23_claims/claims_training.py`.
+# condition, and the ten lines that run it, in the form of `course/lab23_claims/claims_memory.py`.
 #
 # Next: [24 · The mock interview](24_interview.ipynb) asks for all of it, under a clock.
 

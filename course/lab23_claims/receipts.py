@@ -5,22 +5,32 @@ from functools import cache
 
 from course.kit.receipts import Receipt, Row, receipt, titled
 from course.lab23_claims import (
-    claims_model_parallel,
-    claims_numbers,
+    claims_code,
+    claims_data_parallel,
+    claims_decoding,
+    claims_hardware,
+    claims_memory,
+    claims_pipeline,
+    claims_running,
     claims_scale,
     claims_serving,
-    claims_tools,
-    claims_training,
+    claims_tensor,
+    claims_zero,
 )
 from course.shared.statement import VERDICTS, Statement
 
 MODULES = (
-    claims_model_parallel,
-    claims_numbers,
+    claims_memory,
+    claims_data_parallel,
+    claims_zero,
+    claims_pipeline,
+    claims_tensor,
+    claims_hardware,
     claims_scale,
+    claims_running,
+    claims_decoding,
     claims_serving,
-    claims_tools,
-    claims_training,
+    claims_code,
 )
 STATEMENTS = {its.key: its for module in MODULES for its in vars(module).values() if isinstance(its, Statement)}
 

@@ -28,6 +28,12 @@ class Statement:
             raise ValueError(f"the verdict {self.verdict!r} of {self.key} is none of {', '.join(VERDICTS)}.")
 
 
+def at(source: str, place: str) -> str:
+    """A source (name: link) with the section or table in it."""
+    name, _, link = source.rpartition(": ")
+    return f"{name}, {place}: {link}"
+
+
 def claim(topic: str, text: str, verdict: str, because: str, flips: str, source: str):
     """Make a statement of the decorated function, which decides it; the function's name is the statement's key."""
 

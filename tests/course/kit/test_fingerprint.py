@@ -230,8 +230,8 @@ def unedited():
     [
         ("course/lab01_collectives/figures.py", "def draw_bytes(numbers", "def draw_bytes(figures", ["01"]),
         ("course/lab13_paged_attention/receipts.py", "    return receipt(", "    return  receipt('', ", ["13"]),
-        ("course/lab23_claims/claims_training.py", '"false"', '"true"', ["23"]),
-        ("course/lab23_claims/claims_tools.py", 'row("bound", True', 'row("bound", False', ["23"]),
+        ("course/lab23_claims/claims_memory.py", '"false"', '"true"', ["23"]),
+        ("course/lab23_claims/claims_code.py", 'row("bound", True', 'row("bound", False', ["23"]),
         ("minillm/predict/comms.py", "def ring_all_reduce(", "def ring_all_reduce(unused, ", ["01", "23"]),
         ("course/kit/receipts.py", "OPEN_ROWS = 3", "OPEN_ROWS = 4", list(MINE)),
         ("minillm/checkpoints/target/model.safetensors", "__metadata__", "__metadatA__", ["13", "15"]),

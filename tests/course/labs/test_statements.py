@@ -1,6 +1,7 @@
 """Lab 23: every statement is decided by rows that can fail, and a ballot says who was right."""
 
 import re
+from functools import cache
 
 import pytest
 
@@ -11,11 +12,16 @@ from course.lab23_claims.receipts import STATEMENTS
 from course.shared.statement import VERDICTS
 
 
+@cache
+def rows_of(key):
+    return STATEMENTS[key].run()
+
+
 @pytest.mark.parametrize("key", STATEMENTS)
 def test_a_statement_is_whole_and_its_rows_hold(key):
     its = STATEMENTS[key]
     assert its.because and its.flips and "https://" in its.source and its.text.endswith(".")
-    verdicts = [found.verdict for found in its.run()]
+    verdicts = [found.verdict for found in rows_of(key)]
     assert "ok" in verdicts and "off" not in verdicts, "something must decide it"
 
 
@@ -54,7 +60,7 @@ def test_no_verdict_wins_by_being_repeated(verdict):
 def test_every_row_that_decides_can_fail(key):
     """The opposite of what it found, or a number half as large again, is off: no tolerance swallows the verdict."""
     widest = 0.2  # of any claim's row
-    for its in STATEMENTS[key].run():
+    for its in rows_of(key):
         if its.verdict == "ok":
             assert row(its.name, its.predicted, turned(its.measured), its.unit, widest).verdict == "off", its.name
 
@@ -65,3 +71,26 @@ def turned(found):
     if isinstance(found, int | float):
         return 1.5 * found + 1
     return [turned(each) for each in found]
+
+
+def test_answering_false_throughout_scores_at_most_half():
+    for verdict in VERDICTS:
+        assert receipts.decide(dict.fromkeys(STATEMENTS, verdict)).right <= len(STATEMENTS) / 2
+
+
+def test_every_statement_has_a_source_with_its_place():
+    """A name and a link; a paper of many pages with the section, where one section says it."""
+    papers = [its.source for its in STATEMENTS.values() if "arxiv.org" in its.source]
+    assert all(re.fullmatch(r"[^:]+: https://\S+", its.source) for its in STATEMENTS.values())
+    placed = [source for source in papers if re.search(r", (section|table|appendix) [\d.A-Z]+:", source)]
+    assert len(placed) >= 0.7 * len(papers)
+
+
+@pytest.mark.parametrize("key", STATEMENTS)
+def test_a_statement_turned_round_has_a_row_that_refutes_it(key):
+    """Whoever claims the opposite claims other values in the rows that decide; what ran refutes each of them."""
+    deciding = [found for found in rows_of(key) if found.verdict == "ok" and found.predicted is not None]
+    assert deciding
+    for found in deciding:
+        claimed = turned(found.predicted)
+        assert row(found.name, claimed, found.measured, found.unit, 0.2).verdict == "off", found.name

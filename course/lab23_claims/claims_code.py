@@ -8,12 +8,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from course.kit.receipts import Row, row
-from course.shared.statement import claim, computed
+from course.shared.statement import claim
 from minillm.comm import launch
 
-TORCH_FSDP = "torch.distributed.fsdp: https://docs.pytorch.org/docs/stable/fsdp.html"
-TORCH_CHECKPOINT = "torch.utils.checkpoint: https://docs.pytorch.org/docs/stable/checkpoint.html"
 TORCH_AMP = "torch.amp: https://docs.pytorch.org/docs/stable/amp.html"
+TORCH_CHECKPOINT = "torch.utils.checkpoint: https://docs.pytorch.org/docs/stable/checkpoint.html"
+TORCH_FSDP = "torch.distributed.fsdp: https://docs.pytorch.org/docs/stable/fsdp.html"
 
 
 @claim(
@@ -107,10 +107,6 @@ def scalers_on_shards() -> list[Row]:
     ]
 
 
-def _step_on_tensors(group) -> bool:
-    return _steps(torch.nn.Parameter(torch.ones(2)), group.rank)
-
-
 def _step_on_dtensors(group) -> bool:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -119,6 +115,10 @@ def _step_on_dtensors(group) -> bool:
     fully_shard(model, mesh=init_device_mesh("cpu", (group.world_size,)))
     model(torch.ones(1, 4)).sum().backward()
     return _steps(model.weight, group.rank)
+
+
+def _step_on_tensors(group) -> bool:
+    return _steps(torch.nn.Parameter(torch.ones(2)), group.rank)
 
 
 def _steps(parameter: torch.nn.Parameter, rank: int) -> bool:
@@ -155,28 +155,3 @@ def loading_to_meta() -> list[Row]:
     except (RuntimeError, NotImplementedError):
         loaded = False
     return [row("weights arrived from meta tensors", False, loaded)]
-
-
-@claim(
-    "tensor parallel",
-    "Megatron's sequence parallelism has no all-reduce of activations in its layers.",
-    "true",
-    "An all-gather stands before each region and a reduce-scatter behind it; minillm gathers a region's input "
-    "again in backward.",
-    "without sequence parallelism there are four all-reduces per layer",
-    "Korthikanti et al. 2022: https://arxiv.org/abs/2205.05198",
-)
-def sequence_replaces_all_reduces() -> list[Row]:
-    from minillm.model import ModelConfig
-    from minillm.predict.training import tensor
-
-    shape = ModelConfig(256, 64, 192, 4, 4)
-    calls = tensor.count([c for c in tensor.microbatch(shape, 2, 32, sequence=True) if c.part == "layers"])
-    return [
-        computed("all-reduces in the layers", 0, calls["all_reduce"]),
-        computed(
-            "all-gathers and reduce-scatters, 4 layers, both passes",
-            [24, 16],
-            [calls["all_gather"], calls["reduce_scatter"]],
-        ),
-    ]
