@@ -51,11 +51,10 @@ class Interview:
             made = tasks.task(name) if kind == "task" else bugs.bug(name).task
             print(f"Copy this into a cell, write it, then interview.run({made.candidate}):\n\n{made.stub}")
         elif kind == "drill":
-            decision = drills.drill(name)
-            print(f"{decision.question} (unit: {decision.unit or 'none'}) Then interview.answer(number).")
+            print(f"{mock.asked(drills.drill(name))} Then interview.answer(number).")
         elif kind == "reading":
             its = readings.reading(name)
-            asked = [f"{decision.question} (unit: {decision.unit or 'none'})" for decision in its.decisions]
+            asked = [mock.asked(decision) for decision in its.decisions]
             print(its.report, *asked, f"Then interview.answer([{len(asked)} numbers]).", sep="\n")
         elif kind == "claim":
             print(f"“{claims.claim(name).text}” Then interview.answer('true'), 'false' or 'depends'.")
@@ -112,7 +111,7 @@ class Interview:
         print("passed" if outcome.status == "passed" else f"Not yet: {outcome.message}")
         if outcome.status == "passed":
             if kind == "bug":
-                print(f"The cause: {bugs.bug(name).cause}")
+                print(bugs.bug(name).explained)
             self._done("passed")
 
     def skip(self) -> None:
@@ -124,7 +123,7 @@ class Interview:
             its = readings.reading(name)
             print(*(decision.because for decision in its.decisions), its.strong, sep="\n")
         elif kind == "bug":
-            print(f"The cause: {bugs.bug(name).cause}")
+            print(bugs.bug(name).explained)
         self._done("skipped")
 
     def _open(self, *kinds: str) -> list[str]:

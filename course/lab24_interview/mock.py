@@ -132,7 +132,7 @@ def _bug(name: str, table: Table) -> str:
     bug = bugs.bug(name)
     table.say(f"{bug.task.statement}\n\nThe program in the file does this, but for one mistake. Find it and mend it.")
     outcome = _written(bug.task, name, table, "s shows the cause")
-    table.say(f"The cause: {bug.cause}")
+    table.say(bug.explained)
     return outcome
 
 
@@ -170,7 +170,10 @@ def _drill(name: str, table: Table) -> str:
 def _reading(name: str, table: Table) -> str:
     its = readings.reading(name)
     table.say(its.report)
-    verdicts = [_number(decision, table) for decision in its.decisions]
+    verdicts = []
+    for decision in its.decisions:
+        table.say("")
+        verdicts.append(_number(decision, table))
     table.line("What else do you say, and what do you do next? Say it, then press Enter: ")
     table.say(its.strong)
     return together(verdicts)
@@ -181,9 +184,15 @@ def together(verdicts: list[str]) -> str:
     return next((verdict for verdict in verdicts if verdict != "right"), "right")
 
 
+def asked(decision: Decision) -> str:
+    """Its question, and the unit of the answer."""
+    unit = f"unit: {decision.unit}" if decision.unit else "a number without unit"
+    return f"{decision.question[:1].upper()}{decision.question[1:]} ({unit})"
+
+
 def _number(decision: Decision, table: Table) -> str:
     """Ask until it is a number; how it is computed follows."""
-    table.say(f"{decision.question} (unit: {decision.unit or 'none'})")
+    table.say(asked(decision))
     while (reply := table.line("Your number (s skips): ")) != "s":
         verdict = judge(decision, reply)
         table.say(verdict.sentence)

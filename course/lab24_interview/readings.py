@@ -191,22 +191,20 @@ def read_calls(draw: Random) -> Reading:
     odd, kind, width = draw.randrange(1, ranks), *draw.choice(((7, 4), (9, 2)))
     other_operation = draw.random() < 0.5
     lines = []
-    for op_count in (number, number + 1):
-        for rank in range(ranks):
-            wrong = rank == odd and op_count == number + 1
-            call = "Broadcast" if wrong and other_operation else "AllReduce"
-            amount = count - 1024 if wrong and not other_operation else count
-            buffer = f"0x7f{rank}c4e000000"
-            lines.append(
-                f"node0:{5120 + rank}:{5247 + rank} [{rank}] NCCL INFO {call}: opCount {op_count:x} "
-                f"sendbuff {buffer} recvbuff {buffer} count {amount} datatype {kind} op 0 root 0 "
-                f"comm 0x55d0c8a3e{rank}f0 [nranks={ranks}] stream 0x55d0c7b1f2a0"
-            )
+    for rank in range(ranks):
+        call = "Broadcast" if rank == odd and other_operation else "AllReduce"
+        amount = count - 1024 if rank == odd and not other_operation else count
+        buffer = f"0x7f{rank}c4e000000"
+        lines.append(
+            f"node0:{5120 + rank}:{5247 + rank} [{rank}] NCCL INFO {call}: opCount {number:x} "
+            f"sendbuff {buffer} recvbuff {buffer} count {amount} datatype {kind} op 0 root 0 "
+            f"comm 0x55d0c8a3e{rank}f0 [nranks={ranks}] stream 0x55d0c7b1f2a0"
+        )
     which = Decision(
         "The job hangs after these lines. Which rank does not do what the others do?",
         odd,
         "",
-        f"Under opCount {number + 1:x} rank {odd} has "
+        f"Under opCount {number:x} rank {odd} has "
         + ("Broadcast" if other_operation else f"a count of {count - 1024:,}")
         + f"; the others {'AllReduce' if other_operation else f'{count:,}'}.",
         tolerance=EXACT,
