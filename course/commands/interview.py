@@ -1,6 +1,7 @@
 """`python -m minillm interview`: a timed mock interview in the terminal. The course holds what is asked."""
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from typer import Option
 from course.lab24_interview import mock, results, rounds, spacing
 from course.lab24_interview import session as sessions
 from course.lab24_interview.sheet import page
+from course.lab24_interview.wording import for_terminal
 from minillm.files import opened, refusing
 
 
@@ -49,8 +51,12 @@ def command(
     if others := [f"--seed {each.seed} ({each.about})" for each in sessions.open_sessions() if each.key != session.key]:
         print("Also open (--discard forgets one):", *others, sep="\n  ")
     with contextlib.suppress(KeyboardInterrupt):  # pressed while something was being saved, which is done by then
-        mock.run(session, input, lambda text: print(text, flush=True), folder)
+        mock.run(session, input, _say, folder)
     return 0
+
+
+def _say(text: str) -> None:
+    print(for_terminal(text, shutil.get_terminal_size().columns), flush=True)
 
 
 def weakest(due: dict[str, tuple[int, int, float]]) -> str:

@@ -165,7 +165,7 @@ def online(q, k, v, tile):
 
 
 @alternative("tiled-forward", "keys in the outer loop")
-def keys_outside(q, k, v, tile):
+def tiles_of_keys_outside(q, k, v, tile):
     out, lse = torch.zeros_like(q), q.new_full((len(q),), NONE)
     for start in range(0, len(k), tile):
         keys, values = k[start : start + tile] * k.shape[1] ** -0.5, v[start : start + tile]

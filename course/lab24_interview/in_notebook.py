@@ -3,6 +3,7 @@
 interview = Interview(minutes=45)
 interview.ask()
 interview.answer("12e9")        # a drill's number, a claim's verdict, or what you said aloud to a card or a design
+interview.answer([2, "5 ms"])   # a reading: one number for each of its questions
 interview.grade(3)              # after a card or a design: how well it went
 interview.run(my_function)      # a whiteboard task or a bug: what you wrote, through the lab's hidden check
 interview.skip()                # whatever is open
@@ -15,7 +16,7 @@ from typing import Any
 
 from course.kit import exercises
 from course.kit.checks import verify
-from course.lab24_interview import bugs, claims, deck, designs, drills, mock, results, session, spacing, tasks
+from course.lab24_interview import bugs, claims, deck, designs, drills, mock, readings, results, session, spacing, tasks
 from course.shared.decisions import judge
 
 
@@ -50,8 +51,11 @@ class Interview:
             made = tasks.task(name) if kind == "task" else bugs.bug(name).task
             print(f"Copy this into a cell, write it, then interview.run({made.candidate}):\n\n{made.stub}")
         elif kind == "drill":
-            decision = drills.drill(name)
-            print(f"{decision.question} (unit: {decision.unit or 'none'}) Then interview.answer(number).")
+            print(f"{mock.asked(drills.drill(name))} Then interview.answer(number).")
+        elif kind == "reading":
+            its = readings.reading(name)
+            asked = [mock.asked(decision) for decision in its.decisions]
+            print(its.report, *asked, f"Then interview.answer([{len(asked)} numbers]).", sep="\n")
         elif kind == "claim":
             print(f"“{claims.claim(name).text}” Then interview.answer('true'), 'false' or 'depends'.")
         elif kind == "design":
@@ -61,8 +65,9 @@ class Interview:
             print(f"({card.topic}, {card.level}) {card.question} Say it aloud, then interview.answer().")
 
     def answer(self, reply: object = "") -> None:
-        """A drill's number or a vote counts; a card or a design shows its answer and waits for `grade`."""
-        kind, name = self._open("drill", "claim", "card", "design")
+        """A drill's number, a reading's numbers or a vote count; a card or a design shows its answer and waits for
+        `grade`."""
+        kind, name = self._open("drill", "reading", "claim", "card", "design")
         if kind in ("card", "design"):
             shown = deck.card(name) if kind == "card" else designs.design(name).answer
             print(f"{shown}\nGrade yourself with interview.grade(n): {mock.GRADE_HELP}.")
@@ -74,13 +79,19 @@ class Interview:
             print(claims.reply(its, voted))
             self._done("right" if voted == its.verdict else "far")
         else:
-            decision = drills.drill(name)
-            verdict = judge(decision, reply)
-            if verdict.kind == "no number":
-                print(verdict.sentence)
+            its = readings.reading(name) if kind == "reading" else None
+            decisions = its.decisions if its else (drills.drill(name),)
+            replies = reply if isinstance(reply, list | tuple) else [reply]
+            if len(replies) != len(decisions):
+                print(f"There are {len(decisions)} questions: answer with a list of {len(decisions)} numbers.")
                 return
-            print(f"{verdict.sentence} {decision.because}")
-            self._done(verdict.kind)
+            verdicts = [judge(decision, each) for decision, each in zip(decisions, replies, strict=True)]
+            for decision, verdict in zip(decisions, verdicts, strict=True):
+                print(verdict.sentence if verdict.kind == "no number" else f"{verdict.sentence} {decision.because}")
+            if all(verdict.kind != "no number" for verdict in verdicts):
+                if its:
+                    print(its.strong)
+                self._done(mock.together([verdict.kind for verdict in verdicts]))
 
     def grade(self, how_well: int) -> None:
         """1 to 4, for a card or a design. ValueError for anything else."""
@@ -100,7 +111,7 @@ class Interview:
         print("passed" if outcome.status == "passed" else f"Not yet: {outcome.message}")
         if outcome.status == "passed":
             if kind == "bug":
-                print(f"The cause: {bugs.bug(name).cause}")
+                print(bugs.bug(name).explained)
             self._done("passed")
 
     def skip(self) -> None:
@@ -108,8 +119,11 @@ class Interview:
         kind, name = self._open(*mock.KINDS)
         if kind == "drill":
             print(drills.drill(name).because)
+        elif kind == "reading":
+            its = readings.reading(name)
+            print(*(decision.because for decision in its.decisions), its.strong, sep="\n")
         elif kind == "bug":
-            print(f"The cause: {bugs.bug(name).cause}")
+            print(bugs.bug(name).explained)
         self._done("skipped")
 
     def _open(self, *kinds: str) -> list[str]:

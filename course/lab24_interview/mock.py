@@ -2,6 +2,7 @@
 
     whiteboard task    written into a file, run by the lab's hidden check
     bug                a program with one mistake in such a file
+    reading            a trace, a hang report or a log, and numbers that it decides
     design             a problem of lab 20 or 21, step by step
     numeric drill      a number under the clock, judged with a tolerance, mistakes of units named
     card               a question, your answer aloud, then the model answer; you grade yourself
@@ -17,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from course.lab24_interview import bugs, claims, deck, designs, drills, results, rounds, spacing, tasks
+from course.lab24_interview import bugs, claims, deck, designs, drills, readings, results, rounds, spacing, tasks
 from course.lab24_interview.results import WELL
 from course.lab24_interview.session import Session
 from course.lab24_interview.spacing import GRADE_HELP, GRADES
@@ -131,7 +132,7 @@ def _bug(name: str, table: Table) -> str:
     bug = bugs.bug(name)
     table.say(f"{bug.task.statement}\n\nThe program in the file does this, but for one mistake. Find it and mend it.")
     outcome = _written(bug.task, name, table, "s shows the cause")
-    table.say(f"The cause: {bug.cause}")
+    table.say(bug.explained)
     return outcome
 
 
@@ -166,9 +167,32 @@ def _drill(name: str, table: Table) -> str:
     return _number(drills.drill(name), table)
 
 
+def _reading(name: str, table: Table) -> str:
+    its = readings.reading(name)
+    table.say(its.report)
+    verdicts = []
+    for decision in its.decisions:
+        table.say("")
+        verdicts.append(_number(decision, table))
+    table.line("What else do you say, and what do you do next? Say it, then press Enter: ")
+    table.say(its.strong)
+    return together(verdicts)
+
+
+def together(verdicts: list[str]) -> str:
+    """The outcome of several numbers: the first that is not right, if there is one."""
+    return next((verdict for verdict in verdicts if verdict != "right"), "right")
+
+
+def asked(decision: Decision) -> str:
+    """Its question, and the unit of the answer."""
+    unit = f"unit: {decision.unit}" if decision.unit else "a number without unit"
+    return f"{decision.question[:1].upper()}{decision.question[1:]} ({unit})"
+
+
 def _number(decision: Decision, table: Table) -> str:
     """Ask until it is a number; how it is computed follows."""
-    table.say(f"{decision.question} (unit: {decision.unit or 'none'})")
+    table.say(asked(decision))
     while (reply := table.line("Your number (s skips): ")) != "s":
         verdict = judge(decision, reply)
         table.say(verdict.sentence)
@@ -241,6 +265,7 @@ def _design(name: str, table: Table) -> str:
 _ASKED: dict[str, Callable[[str, Table], Any]] = {
     "task": _task,
     "bug": _bug,
+    "reading": _reading,
     "design": _design,
     "drill": _drill,
     "card": _card,

@@ -280,8 +280,8 @@ interview.grade(3)
 interview.ask()
 
 # %% [markdown]
-# Companies interview in rounds: `round="coding"`, `"debugging"` (programs with one mistake), `"design"` (a problem of labs 20
-# and 21), `"concepts"`, or all of them as a `"loop"`. `level="junior"`, `"senior"` or `"staff"` chooses what is asked.
+# Companies interview in rounds: `round="coding"`, `"debugging"` (programs with one mistake, and reports to read), `"design"`
+# (a problem of labs 20 and 21), `"concepts"`, or all of them as a `"loop"`. `level="junior"`, `"senior"` or `"staff"` chooses what is asked.
 
 # %% [markdown]
 # ## What comes next

@@ -1,7 +1,7 @@
 """How drills, claims, tasks and bugs went, by topic of the cards: kept beside the cards' own record."""
 
 from course.kit import progress
-from course.lab24_interview import claims, designs, drills, tasks
+from course.lab24_interview import claims, designs, drills, readings, tasks
 from course.lab24_interview.spacing import SECTION
 
 WELL = ("right", "passed", "3", "4")
@@ -32,6 +32,8 @@ def topics_of(kind: str, name: str) -> list[str]:
     """Of the cards. A drill belongs to each topic that asks it."""
     if kind == "drill":
         return [topic for topic, kinds in drills.TOPICS.items() if name.partition(":")[0] in kinds]
+    if kind == "reading":
+        return [readings.TOPICS[name.partition(":")[0]]]
     if kind == "claim":
         return [claims.TOPICS[claims.claim(name).topic]]
     return [designs.TOPICS[name] if kind == "design" else tasks.TASKS[name.partition("/")[0]]]

@@ -2,7 +2,8 @@
 
     mixed       one whiteboard task, then drills, cards and claims
     coding      whiteboard tasks: written into a file, run by the lab's hidden check
-    debugging   programs with one mistake, to be found and mended; then cards
+    debugging   programs with one mistake, to be found and mended; reports to read (a trace, a hang report, logs of
+                NCCL); then cards
     design      a problem of lab 20 or 21: its numbers, six moves, follow-ups; then drills and cards
     concepts    cards, claims and drills
     loop        coding, debugging, design and concepts, one after the other
@@ -15,10 +16,17 @@ from functools import cache
 from random import Random
 
 from course.kit import exercises
-from course.lab24_interview import bugs, claims, deck, designs, drills, spacing, tasks
+from course.lab24_interview import bugs, claims, deck, designs, drills, readings, spacing, tasks
 
 ROUNDS = ("mixed", "coding", "debugging", "design", "concepts", "loop")
-MINUTES = {"drill": 2, "card": 2, "claim": 2, "bug": bugs.MINUTES, "design": designs.MINUTES}
+MINUTES = {
+    "drill": 2,
+    "card": 2,
+    "claim": 2,
+    "bug": bugs.MINUTES,
+    "reading": readings.MINUTES,
+    "design": designs.MINUTES,
+}
 SHORTEST = 3  # minutes of a task
 NEEDED = {"mixed": 2, "coding": 10, "debugging": 10, "design": 25, "concepts": 2, "loop": 60}
 USUAL = {"loop": 90}  # minutes, where 45 is too short
@@ -80,6 +88,7 @@ def exists(kind: str, name: str) -> bool:
         "design": lambda: name in designs.TOPICS,
         "task": lambda: name in tasks.TASKS,
         "bug": lambda: name.partition("/")[0] in tasks.TASKS,
+        "reading": lambda: name.partition(":")[0] in readings.READINGS,
     }
     return kind in known and known[kind]()
 
@@ -89,15 +98,20 @@ def _long(round: str, minutes: int) -> tuple[tuple[str, int], ...]:
     return {
         "mixed": (("task", 1),) if minutes >= 20 else (),
         "coding": (("task", 99),),
-        "debugging": (("bug", max(1, 7 * minutes // (10 * MINUTES["bug"]))),),
+        "debugging": (("bug", max(1, 7 * minutes // (10 * MINUTES["bug"]))), ("reading", 2)),
         "design": (("design", max(1, minutes // 45)),),
         "concepts": (),
-        "loop": (("task", 1), ("bug", 1), ("design", 1)),
+        "loop": (("task", 1), ("bug", 1), ("design", 1), ("reading", 1)),
     }[round]
 
 
 def _names(kind: str, topic: str, level: str, draw: Random) -> Iterator[str]:
     """What there is of a kind that takes long, in random order; of one program one mistake only."""
+    if kind == "reading":
+        found = [name for each in deck.topics_of(topic) for name in readings.of_topic(each, draw)]
+        draw.shuffle(found)
+        yield from found
+        return
     source = designs.of_topic if kind == "design" else tasks.of_topic
     topics = [""] if kind == "bug" and topic == "debugging" else deck.topics_of(topic)  # its own programs are all
     names = [name for each in topics for name in source(each)]

@@ -13,14 +13,14 @@ from course.kit import masters
 
 WIDTH = 100
 
-GROUP = """What `group` offers: `group.rank`, this rank's number from 0; `group.world_size`, the number of ranks; and
+GROUP = """`group` offers `group.rank`, this rank's number from 0, `group.world_size`, the number of ranks, and
 - in place, and returned: `group.all_reduce(x, op="sum")` (or "avg", "max", "min"), `group.broadcast(x, root=0)`
 - a new tensor: `group.all_gather(x)`, [n, ...] -> [N * n, ...] in rank order; `group.reduce_scatter(x, op="sum")`,
   [N * n, ...] -> [n, ...]; `group.all_to_all(x, output_splits=None, input_splits=None)`, part j goes to rank j
 - `group.send(x, dst)`, `group.recv(buffer, src)` and `group.exchange(send=(x, dst), recv=(buffer, src))`
 - `group.barrier()`. With `async_op=True` a call returns a handle at once; its `wait()` returns the result."""
 
-MESSAGES = """What `group` offers: `group.rank`, this rank's number from 0; `group.world_size`, the number of ranks; and
+MESSAGES = """`group` offers `group.rank`, this rank's number from 0, `group.world_size`, the number of ranks, and
 point-to-point messages, no collectives:
 - `group.send(x, dst)` returns when rank dst has received
 - `group.recv(buffer, src)` fills a tensor of the same size
@@ -30,8 +30,7 @@ Your function runs on several sizes of group; values, messages and their bytes a
 NOTES = {
     "ring-reduce-scatter": "Send to one neighbour only, one chunk a round. x.chunk(N) cuts x into N equal chunks.",
     "token-weighted-loss": "The caller runs backward on what you return and then averages gradients over the ranks.",
-    "shard-partition": "All parameters lie one behind the other in one flat buffer, which is cut into world_size "
-    "shards of equal length; a shard may begin and end inside a parameter.",
+    "shard-partition": "There are world_size shards of equal length; one may begin and end inside a parameter.",
     "clip-across-shards": "Send as few bytes as possible.",
     "one-f-one-b-order": 'An order is a list of strings such as ["F0", "F1", "B0", "B1"]: F for a forward, B for a '
     "backward, then the number of the microbatch, counted from 0. Stages count from 0, too.",
@@ -69,6 +68,26 @@ def statement(name: str, lab: str, notebook: NotebookNode, code: str) -> str:
     if name in NOTES:
         parts.append(NOTES[name])
     return "\n\n".join(filter(None, (_plain(part) for part in parts)))
+
+
+def for_terminal(text: str, columns: int) -> str:
+    """Links as words, and lines that are wider than the terminal folded between words, with their own indentation."""
+    text = re.sub(r"\[([^\]]+)\]\((https?:[^)]+)\)", r"\1 (\2)", text)
+    return "\n".join(_folded(line, min(columns, WIDTH)) for line in text.split("\n"))
+
+
+def _folded(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    indent = re.match(r"\s*(?:- )?", line)[0]
+    return textwrap.fill(
+        line.strip(),
+        width,
+        initial_indent=line[: len(line) - len(line.lstrip())],
+        subsequent_indent=" " * len(indent),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def as_comment(text: str) -> str:

@@ -17,7 +17,19 @@ import pytest
 from fsrs import Rating
 
 from course.kit import course, exercises, masters, progress
-from course.lab24_interview import claims, deck, designs, drills, in_notebook, mock, results, rounds, spacing, tasks
+from course.lab24_interview import (
+    claims,
+    deck,
+    designs,
+    drills,
+    in_notebook,
+    mock,
+    readings,
+    results,
+    rounds,
+    spacing,
+    tasks,
+)
 from course.lab24_interview import session as sessions
 from minillm.__main__ import run
 
@@ -245,6 +257,8 @@ def belongs(kind, name, topic):
         return tasks.TASKS[name.partition("/")[0]] == topic or (kind, topic) == ("bug", "debugging")
     if kind == "drill":
         return name.partition(":")[0] in drills.TOPICS[topic]
+    if kind == "reading":
+        return topic in (readings.TOPICS[name.partition(":")[0]], "debugging")
     if kind == "claim":
         return claims.TOPICS[claims.claim(name).topic] == topic
     return (designs.TOPICS[name] if kind == "design" else deck.card(name).topic) == topic
