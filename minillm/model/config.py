@@ -264,6 +264,11 @@ class ModelConfig:
         """The sliding window of a layer; None = it sees all."""
         return None if layer in self.full_attention_layers else self.sliding_window
 
+    @property
+    def window_of_all_layers(self) -> int | None:
+        """The sliding window if every layer has it: older keys and values are of no use. None = some layer sees all."""
+        return None if self.full_attention_layers else self.sliding_window
+
 
 def check_generates(config: ModelConfig) -> None:
     """ValueError for a model that has to see whole sequences."""

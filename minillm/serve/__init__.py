@@ -7,7 +7,7 @@ Reading order:
 1. `tiny.py`                    the engine on one page: block tables, token budget, continuous batching, preemption
 2. `schedule/blocks.py`         which sequence holds which block; prefix cache, eviction, copy on write, swapping
 3. `schedule/scheduler.py`      which tokens the next forward pass computes, of which `schedule/sequence.py`, and which
-                                sequence is preempted when blocks run out
+                                sequence is preempted when blocks run out (`schedule/policies.py`)
 4. `engine.py`                  add, step, cancel, stream
 5. `requests/request.py`        what `requests/params.py` asks for, and what becomes of it; `requests/table.py` holds
                                 all requests that have not ended
@@ -33,7 +33,8 @@ from minillm.serve.requests.request import Answer, Delta, Output, Timing
 from minillm.serve.requests.summary import summary
 from minillm.serve.run.recorder import StepRecord
 from minillm.serve.schedule.blocks import BlockPool, Prefix
-from minillm.serve.schedule.scheduler import POLICIES, Scheduler
+from minillm.serve.schedule.policies import POLICIES
+from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Plan, Sequence, State
 from minillm.serve.tiny import TinyLLM
 

@@ -101,7 +101,9 @@ class LLM:
             swaps = scheduling.get("preemption") == "swap"
             num_host_blocks = default_num_host_blocks(model, block_size, num_blocks, kv_format) if swaps else 0
         check_fits(model, block_size, num_blocks, num_host_blocks, kv_format)
-        self.pool = BlockPool(num_blocks, block_size, num_host_blocks=num_host_blocks, prefix_cache=prefix_cache)
+        window, widest = model.config.window_of_all_layers, blocks_of_full_length(model.config, block_size)
+        options = {"num_host_blocks": num_host_blocks, "prefix_cache": prefix_cache, "window": window}
+        self.pool = BlockPool(num_blocks, block_size, **options)
         self.scheduler = scheduler(self.pool, **scheduling)
         where = {"num_host_blocks": num_host_blocks, "device": weight.device}
         where |= {"dtype": weight.dtype, "format": kv_format}
@@ -112,7 +114,7 @@ class LLM:
             self.cache,
             self.backend,
             table_rows=2 * most,
-            table_width=min(num_blocks, blocks_of_full_length(model.config, block_size)),
+            table_width=widest if window is not None else min(num_blocks, widest),
             graphs=most if wants_graphs(graphs, self.backend, weight.device) else 0,
         )
         self.speculation = None

@@ -64,7 +64,7 @@ def record(
         free=pool.free,
         cached=pool.cached,
         used=pool.used,
-        tables={sequence.name: list(sequence.blocks) for sequence in running} if blocks else None,
+        tables={sequence.name: sequence.held_blocks for sequence in running} if blocks else None,
         references=list(pool.references) if blocks else None,
         **facts,
     )

@@ -13,6 +13,7 @@ locked: the engine that owns it takes one lock around everything that schedules.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from minillm.predict.model import windowed_blocks
 from minillm.serve.numbers import check_whole
 
 COPY, TO_HOST, FROM_HOST = range(3)  # on the device; device to host; host to device
@@ -53,11 +54,24 @@ def cache_namespace(adapter: str | None = None, salt: str | None = None) -> Pref
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens on the device, `num_host_blocks` on the host to swap to.
 
+    window: of a model whose layers all have this sliding window; sequences give back the blocks before it, which stay
+    cached until they are evicted. A block holds all layers of its tokens, so in a model where one layer sees everything
+    no block can go: vLLM has a table for each kind of layer instead
+    (https://github.com/vllm-project/vllm/blob/main/docs/design/hybrid_kv_cache_manager.md).
+
     moves: (COPY, TO_HOST or FROM_HOST, source, target) of blocks whose contents have to move, in this order, because a
     later one may overwrite what an earlier one reads.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, num_host_blocks: int = 0, prefix_cache: bool = True):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_host_blocks: int = 0,
+        prefix_cache: bool = True,
+        window: int | None = None,
+    ):
         for name, value, least in (
             ("num_blocks", num_blocks, 1),
             ("block_size", block_size, 1),
@@ -65,7 +79,7 @@ class BlockPool:
         ):
             check_whole(name, value, least)
         self.total, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
-        self.num_host_blocks = num_host_blocks
+        self.num_host_blocks, self.window = num_host_blocks, window
         self.evicted = self.copied = 0
         self.reset()
 
@@ -105,6 +119,14 @@ class BlockPool:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def first_needed(self, computed: int) -> int:
+        """The first block that tokens from place `computed` on see, as its place in the sequence."""
+        return 0 if self.window is None else max(0, computed - self.window + 1) // self.block_size
+
+    def most_blocks(self, piece: int) -> int:
+        """That a sequence holds at once, if it has a window and a step computes at most `piece` tokens of it."""
+        return windowed_blocks(self.window, self.block_size, piece + 1)  # one token may be taken back
+
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one holder each; free ones first, then the cached one that was unused for longest."""
         if count > self.available:
@@ -136,6 +158,13 @@ class BlockPool:
                 else:
                     self._idle[block] = None
 
+    def release_unseen(self, blocks: Sequence[int], first: int, computed: int) -> int:
+        """Gives back the blocks from place `first` on that no token from place `computed` on sees; returns the first
+        that is left. Those that are cached can be hit until they are evicted."""
+        end = min(self.first_needed(computed), len(blocks))
+        self.release(blocks[first:end])
+        return max(first, end)
+
     def copy_on_write(self, blocks: list[int], index: int) -> None:
         """After this blocks[index] has one holder, which may write into it: a shared block is replaced by a copy."""
         shared = blocks[index]
@@ -160,6 +189,20 @@ class BlockPool:
                 break
             hits.append(block)
         return hits
+
+    def lookup_seen(self, chain: Sequence[Prefix]) -> list[int]:
+        """`lookup` for a window: of a beginning only the blocks that its next token sees have to be cached; any number
+        stands for the others. Compares the prefixes of the last ones whole."""
+        seen: list[int] = []  # from the end
+        for place in reversed(range(len(chain))):
+            block = self._cache.get(chain[place])
+            if block is None or block in self.withheld:
+                seen = []
+                continue
+            seen.append(block)
+            if place <= self.first_needed((place + len(seen)) * self.block_size):
+                break
+        return [0] * place + seen[::-1] if seen else []
 
     def idle(self, blocks: Iterable[int]) -> int:
         """How many of the blocks nobody holds: sharing them takes them out of `available`."""

@@ -15,24 +15,16 @@ order always goes on, ends, and makes the next one first. No livelock, no starva
 """
 
 from bisect import insort
-from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 
 from minillm.serve.numbers import check_whole
 from minillm.serve.schedule.blocks import BlockPool, Prefix
+from minillm.serve.schedule.policies import POLICIES
 from minillm.serve.schedule.sequence import Plan, Sequence, State
 
 RUNNING = State.RUNNING  # looked up once: an enumeration's member costs as much as all else of a decoding sequence
-
-# Which of the later-ranked sequences is preempted: the one with the largest number. Ties: the latest.
-POLICIES: dict[str, Callable[[Sequence], float]] = {
-    "latest": lambda sequence: sequence.rank[1],
-    "longest": lambda sequence: sequence.num_tokens,
-    "lowest priority": lambda sequence: sequence.priority,
-    "least recently used": lambda sequence: -sequence.last_step,
-}
 
 
 class Scheduler:
@@ -73,6 +65,7 @@ class Scheduler:
             )
         self.pool, self.token_budget, self.max_num_seqs = pool, token_budget, max_num_seqs
         self.chunk, self.patience = chunk or token_budget, patience
+        self.piece = None if pool.window is None else min(self.chunk, token_budget)  # see `Sequence.wanted`
         self.reserve, self.max_waiting = reserve, max_waiting
         self.swaps, self._victim_key = preemption == "swap", POLICIES[policy]
         self.step = 0
@@ -107,6 +100,8 @@ class Scheduler:
     def check(self, limit: int, num_seqs: int) -> None:
         """ValueError if a sequence of so many tokens could never run."""
         needed = self.pool.blocks_for(limit - 1)  # the last token is never computed
+        if self.piece is not None:
+            needed = min(needed, self.pool.most_blocks(self.piece))
         if needed > self.pool.total:
             raise ValueError(
                 f"{limit} tokens need {needed} blocks of {self.pool.block_size} and the pool has {self.pool.total}: "
@@ -126,7 +121,9 @@ class Scheduler:
             computed = sequence.num_computed
             drafts += sequence.num_draft_tokens
             if len(sequence.tokens) - computed != 1:
-                prompts.append(sequence)
+                short = sequence.state is RUNNING and sequence.wanted(self.piece) > len(sequence.blocks) * size
+                if not short or self._grow(sequence, plan):
+                    prompts.append(sequence)
             elif sequence.state is not RUNNING:  # preempted just now, for an earlier one
                 continue
             elif 0 < computed % size < size - 1 and references[sequence.blocks[-1]] == 1:
@@ -156,6 +153,10 @@ class Scheduler:
             else:
                 sequence.num_computed = num_tokens
                 complete.append(sequence)
+        if self.pool.window is not None:
+            for sequence, _ in plan.batch:
+                first = self.pool.release_unseen(sequence.blocks, sequence.first_block, sequence.num_certain)
+                sequence.first_block = first
         return complete
 
     def commit_accepted(self, sequence: Sequence) -> None:
@@ -181,7 +182,8 @@ class Scheduler:
         for _ in range(forks):
             copies = {name: list(getattr(sequence, name)) for name in ("tokens", "block_hashes", "host_blocks")}
             rank = (*sequence.rank[:2], next(self._forks))
-            copies["blocks"] = self.pool.share(sequence.blocks)
+            copies["blocks"] = sequence.blocks.copy()
+            self.pool.share(sequence.held_blocks)
             child = replace(sequence, **copies, rank=rank, hit_tokens=0, preemptions=0, forwarded=0)
             insort(self.running, child, key=lambda s: s.rank)
             children.append(child)
@@ -192,11 +194,11 @@ class Scheduler:
         if sequence.state is RUNNING:
             self._stop_running(sequence)
             if wrong:
-                self.pool.invalidate(sequence.blocks)
+                self.pool.invalidate(sequence.held_blocks)
         elif sequence.state is State.WAITING:
             self.num_waiting -= 1
         sequence.state = State.FINISHED
-        self.pool.release(sequence.blocks)
+        self.pool.release(sequence.held_blocks)
         self.pool.drop(sequence.host_blocks)
         sequence.blocks, sequence.host_blocks = [], []
 
@@ -210,13 +212,14 @@ class Scheduler:
         if (
             budget and sequence.num_uncomputed > 1 and computed % size == 0
         ):  # what others computed meanwhile is taken over
-            found = self.pool.lookup(self._prefixes(sequence)[computed // size :])
+            found = self.pool.lookup(self._prefixes(sequence)[computed // size : len(sequence.blocks) - 1])
             own = slice(computed // size, computed // size + len(found))
             self.pool.share(found)
             self.pool.release(sequence.blocks[own])
             sequence.blocks[own] = found
             sequence.skip(size * len(found))
-        tokens = min(sequence.num_uncomputed, budget, self.chunk)
+        room = len(sequence.blocks) * size - sequence.num_computed
+        tokens = min(sequence.num_uncomputed, budget, self.chunk, room)
         if (
             self.pool.prefix_cache
             and (over := (sequence.num_computed + tokens) % size) < tokens < sequence.num_uncomputed
@@ -243,7 +246,7 @@ class Scheduler:
         """Blocks for the sequence's tokens, and the one it writes into its own. False: earlier ones hold the rest."""
         index = sequence.num_computed // self.pool.block_size
         while True:
-            missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.blocks)
+            missing = self.pool.blocks_for(sequence.wanted(self.piece)) - len(sequence.blocks)
             shared = not missing and self.pool.references[sequence.blocks[index]] > 1
             if not missing and not shared:  # nearly always: the last block has room
                 return True
@@ -261,18 +264,22 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Blocks for all tokens it has so far, cached ones first; counted before anything is taken."""
+        """Blocks for the tokens it wants, cached ones first; counted before anything is taken."""
         if self.num_seqs + sequence.num_seqs > self.max_num_seqs:
             return False
-        hits = self.pool.lookup(self._prefixes(sequence))
-        fresh = self.pool.blocks_for(sequence.num_tokens) - len(hits)
+        lookup = self.pool.lookup if self.pool.window is None else self.pool.lookup_seen
+        hits = lookup(self._prefixes(sequence))
+        skipped = max(0, len(hits) * self.pool.block_size - sequence.num_computed)
+        first, swapped = self.pool.first_needed(sequence.num_certain + skipped), sequence.first_block
+        there, hits = max(first, len(hits)), hits[first:]
+        fresh = self.pool.blocks_for(sequence.wanted(self.piece, skipped)) - there
         if fresh + self.pool.idle(hits) > self.pool.available - self.reserve * len(self.running):
             return False
-        sequence.blocks = self.pool.share(hits) + self.pool.allocate(fresh)
-        self.pool.swap_in(sequence.host_blocks, sequence.blocks, skip=len(hits))
-        sequence.skip(max(0, len(hits) * self.pool.block_size - sequence.num_computed))
-        sequence.host_blocks = []
-        self._cache_blocks(sequence, len(hits), sequence.num_computed // self.pool.block_size)
+        sequence.blocks = [0] * first + self.pool.share(hits) + self.pool.allocate(fresh)
+        self.pool.swap_in(sequence.host_blocks, sequence.blocks[swapped:], skip=max(0, there - swapped))
+        sequence.skip(skipped)
+        sequence.host_blocks, sequence.first_block = [], first
+        self._cache_blocks(sequence, there, sequence.num_computed // self.pool.block_size)
         heappop(self._heap)
         self.num_waiting, self.num_seqs = self.num_waiting - 1, self.num_seqs + sequence.num_seqs
         sequence.state = RUNNING
@@ -283,13 +290,14 @@ class Scheduler:
         """Back to its place in the queue; its tokens stay, its blocks go, to the host if they are worth it."""
         self._stop_running(sequence)
         sequence.preemptions += 1
-        held = self.pool.blocks_for(sequence.num_computed)
+        held = self.pool.blocks_for(sequence.num_computed) - sequence.first_block
+        blocks = sequence.held_blocks
         if self.swaps and 0 < held <= self.pool.free_host:
-            sequence.host_blocks = self.pool.swap_out(sequence.blocks[:held])
-            sequence.blocks = sequence.blocks[held:]
+            sequence.host_blocks = self.pool.swap_out(blocks[:held])
+            blocks = blocks[held:]
         else:
-            sequence.num_computed = 0
-        self.pool.release(sequence.blocks)
+            sequence.num_computed = sequence.first_block = 0
+        self.pool.release(blocks)
         sequence.blocks = []
         self._wait(sequence)
 

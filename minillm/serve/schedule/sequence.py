@@ -25,6 +25,7 @@ class Sequence:
     state: State = State.WAITING
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    first_block: int = 0  # of `blocks` the first that it still holds, see `BlockPool.window`; any number stands before
     host_blocks: list[int] = field(default_factory=list)  # while it is swapped out
     block_hashes: list[Prefix] = field(default_factory=list)
     rank: tuple = ()  # (order, arrival, fork): smaller is earlier
@@ -42,6 +43,20 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_certain(self) -> int:
+        """Tokens that are computed and stay so: a placeholder may be taken back and computed again."""
+        return min(self.num_computed, self.num_tokens - self.num_pending)
+
+    @property
+    def held_blocks(self) -> list[int]:
+        return self.blocks[self.first_block :]
+
+    def wanted(self, piece: int | None, skipped: int = 0) -> int:
+        """Tokens to have blocks for: all it has, or (None = all) no more than the next `piece`, so that a long prompt
+        holds no more blocks than a window sees. skipped: tokens that it is about to find in the cache."""
+        return len(self.tokens) if piece is None else min(len(self.tokens), self.num_computed + skipped + piece)
 
     def prefixes(self, blocks: int, block_size: int) -> list[Prefix]:
         """The keys of its first full blocks in the cache."""

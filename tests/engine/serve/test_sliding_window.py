@@ -1,0 +1,184 @@
+"""Models whose layers all have a sliding window: a sequence holds no more blocks than the window sees, however long it
+is, and whatever is switched on tokens are those of the naive loop. Freed blocks are spoilt at once, so none is read."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_proof import mixed_requests
+from test_quantized_cache import by_a_model
+from test_scheduler import REQUESTS, Run
+
+from minillm.model import ModelConfig, Transformer
+from minillm.model.draw import sample_seed
+from minillm.model.generate import generate
+from minillm.model.paged import block_by_block, gathered
+from minillm.predict.model import windowed_blocks
+from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, State
+from minillm.serve.speculate import NGram
+
+WINDOW = 5
+CONFIG = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2, sliding_window=WINDOW)
+
+
+@cache
+def world():
+    """A model, requests, and the naive loop's answers to them."""
+    model, requests, expected = Transformer(CONFIG, seed=2), mixed_requests(32), []
+    for prompt, params, _, _ in requests:
+        answers = []
+        for index in range(params.n):
+            how = {"temperature": params.temperature, "seed": sample_seed(params.seed or 0, index)}
+            answers.append(list(generate(model, prompt, params.max_tokens, stop=params.stop_tokens, **how)))
+        expected.append(answers)
+    return model, requests, expected
+
+
+def spoil_freed(llm):
+    """Whatever is free and not cached is not a number from then on."""
+    pool, release = llm.pool, llm.pool.release
+
+    def spoiling(blocks):
+        release(blocks)
+        gone = [block for block in blocks if not pool.references[block] and block not in pool._idle]
+        llm.cache.pool[:, :, gone] = float("nan")
+
+    pool.release = spoiling
+
+
+TIGHT = {"token_budget": 24, "max_num_seqs": 12, "reserve": 0, "chunk": 6}
+ENGINES = {
+    "defaults": {},
+    "recomputed": TIGHT | {"block_size": 4, "num_blocks": 12},
+    "swapped": TIGHT | {"block_size": 4, "num_blocks": 12, "preemption": "swap"},
+    "no prefixes": TIGHT | {"block_size": 3, "num_blocks": 14, "prefix_cache": False},
+    "no prefixes, swapped": TIGHT | {"block_size": 2, "num_blocks": 18, "prefix_cache": False, "preemption": "swap"},
+    "blocks of one": TIGHT | {"block_size": 1, "num_blocks": 36},
+    "by a loop": TIGHT | {"block_size": 4, "num_blocks": 12, "backend": block_by_block},
+    "asynchronous": TIGHT | {"block_size": 4, "num_blocks": 12, "async_scheduling": True},
+    "asynchronous, swapped": TIGHT
+    | {"block_size": 2, "num_blocks": 20, "async_scheduling": True, "preemption": "swap", "policy": "longest"},
+    "replayed": {"block_size": 4, "graphs": True, "backend": gathered},
+    "drafts by n-gram": TIGHT | {"block_size": 4, "num_blocks": 12, "proposer": lambda _: NGram(shortest=1)},
+    "drafts by a model": TIGHT | {"block_size": 4, "num_blocks": 14, "preemption": "swap", "proposer": by_a_model},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_tokens_are_those_of_the_naive_loop_and_blocks_are_bounded(name):
+    model, requests, expected = world()
+    options, drafts = dict(ENGINES[name]), 0
+    if "proposer" in options:
+        drafts = 3
+        options |= {"proposer": options["proposer"](model), "k": drafts}
+    chosen = [i for i, (_, params, *_) in enumerate(requests) if name != "drafts by a model" or not params.temperature]
+    llm, outputs, most = LLM(model, record_blocks=True, **options), {}, 0
+    spoil_freed(llm)
+    for number in chosen:
+        prompt, params, priority, _ = requests[number]
+        llm.add(prompt, params, request_id=str(number), priority=priority)
+    for step in range(2000):
+        if step == 9:
+            for number in chosen:
+                if requests[number][3] is not None:
+                    llm.cancel(str(number))
+        outputs |= {output.request_id: output for output in llm.step()}
+        if len(outputs) == len(chosen):
+            break
+        most = max([most, *map(len, llm.records[-1].tables.values())]) if llm.records else 0
+    for number in chosen:
+        for answer, ids in zip(outputs[str(number)].answers, expected[number], strict=False):
+            assert answer.ids == (ids[: len(answer.ids)] if answer.reason == "cancelled" else ids)
+    step = options.get("chunk", 512) + drafts + bool(options.get("async_scheduling"))
+    assert most <= windowed_blocks(WINDOW, llm.pool.block_size, step)
+    assert ("num_blocks" in options) == (sum(output.preemptions for output in outputs.values()) > 2)
+    if options.get("prefix_cache", True):
+        assert sum(output.hit for output in outputs.values()) > 20
+    assert llm.pool.used == 0 and llm.pool.references == [0] * llm.pool.total
+    assert llm.pool.free_host == llm.pool.num_host_blocks and not llm.scheduler.running
+
+
+@pytest.mark.parametrize("backend", [gathered, block_by_block])
+def test_a_sequence_longer_than_the_pool(backend):
+    """63 tokens through 4 blocks of 4."""
+    model = world()[0]
+    llm = LLM(model, block_size=4, num_blocks=4, chunk=4, prefix_cache=False, record_blocks=True, backend=backend)
+    spoil_freed(llm)
+    prompt = [(7 * i) % 61 for i in range(40)]
+    [output] = llm.generate([prompt], SamplingParams(max_tokens=24))
+    assert output.answers[0].ids == list(generate(model, prompt, 24))
+    held = [len(table) for record in llm.records for table in record.tables.values()]
+    assert max(held) <= windowed_blocks(WINDOW, 4, 4) and max(held[-20:]) <= windowed_blocks(WINDOW, 4)
+    with pytest.raises(ValueError, match="shorten the prompt, lower max_tokens or enlarge the pool"):
+        LLM(model, block_size=4, num_blocks=2, chunk=4).add(prompt, SamplingParams(max_tokens=8))
+
+
+def test_a_hit_takes_only_what_the_window_sees():
+    model = world()[0]
+    llm = LLM(model, block_size=4, num_blocks=16, chunk=8)
+    prompt = [(5 * i) % 61 for i in range(41)]
+    first, second = (llm.generate([prompt], SamplingParams(max_tokens=2))[0] for _ in range(2))
+    assert first.hit == 0 and second.hit == 40 and first.answers[0].ids == second.answers[0].ids
+    llm.add(prompt, SamplingParams(max_tokens=2))
+    llm.step()
+    assert llm.pool.used == windowed_blocks(WINDOW, 4)  # of the 10 that were hit one is seen, and one is new
+
+
+def test_a_layer_that_sees_all_keeps_all_blocks():
+    config = replace(CONFIG, full_attention_layers=(1,))
+    assert config.window_of_all_layers is None and CONFIG.window_of_all_layers == WINDOW
+    assert replace(CONFIG, sliding_window=None).window_of_all_layers is None
+    model, prompt = Transformer(config, seed=2), [(7 * i) % 61 for i in range(40)]
+    llm = LLM(model, block_size=4, record_blocks=True)
+    [output] = llm.generate([prompt], SamplingParams(max_tokens=12))
+    assert output.answers[0].ids == list(generate(model, prompt, 12))
+    assert max(len(table) for record in llm.records for table in record.tables.values()) == 13
+
+
+@settings(max_examples=150)
+@given(
+    requests=REQUESTS,
+    policy=st.sampled_from(sorted(POLICIES)),
+    preemption=st.sampled_from(["recompute", "swap"]),
+    size=st.sampled_from([1, 4, 16]),
+    chunk=st.sampled_from([None, 1, 5]),
+    host=st.sampled_from([0, 3, 64]),
+    window=st.integers(1, 20),
+    prefix_cache=st.booleans(),
+)
+def test_every_request_ends_within_the_bound(requests, policy, preemption, size, chunk, host, window, prefix_cache):
+    """The pool holds one sequence's window and little more."""
+    piece = min(chunk or 16, 16)
+    most = windowed_blocks(window, size, piece + 1)
+    run = Run(most + 1, size, host, prefix_cache, window=window, policy=policy, preemption=preemption, chunk=chunk)
+    for prompt, new, priority, num_seqs, after, cancelled, prefix in requests:
+        for _ in range(after):
+            run.step()
+            check(run, most)
+        tokens = [1000 * prefix + place for place in range(prompt)]
+        run.add(tokens, prompt + new, priority=priority, num_seqs=num_seqs)
+        if cancelled and run.family[0].state is not State.FINISHED:
+            run.scheduler.finish(run.family[0])
+    for _ in range(5000):
+        if all(sequence.state is State.FINISHED for sequence in run.family):
+            break
+        run.step()
+        check(run, most)
+    run.finish()
+
+
+def check(run, most):
+    pool, running = run.pool, run.scheduler.running
+    assert all(len(sequence.held_blocks) <= most for sequence in running)
+    holders = [block for sequence in running for block in sequence.held_blocks]
+    assert [holders.count(block) for block in range(pool.total)] == pool.references
+
+
+@given(window=st.integers(1, 30), size=st.integers(1, 17), step=st.integers(1, 20))
+def test_the_bound_is_reached_and_never_passed(window, size, step):
+    pool, held = BlockPool(99, size, window=window), []
+    for computed in range(window, window + 2 * size):
+        held.append(pool.blocks_for(computed + step) - pool.first_needed(computed))
+    assert max(held) == windowed_blocks(window, size, step)
