@@ -52,12 +52,12 @@ class StaticBatches(FirstCome):
 
     def prefill(self, batch: list[Sample]) -> None:
         """All prompts in one pass, and the first token of each answer."""
-        lengths = [sample.sequence.num_tokens for sample in batch]
+        lengths = [sample.num_tokens for sample in batch]
         weight, longest = self.model.embedding.weight, max(lengths)
-        slots = max(sample.sequence.limit for sample in batch)
+        slots = max(sample.limit for sample in batch)
         self.batch = batch
         self.cache = PaddedCache(self.model.config, len(batch), slots, device=weight.device, dtype=weight.dtype)
-        tokens = [sample.sequence.tokens + [0] * (longest - n) for sample, n in zip(batch, lengths, strict=True)]
+        tokens = [sample.tokens + [0] * (longest - n) for sample, n in zip(batch, lengths, strict=True)]
         positions = torch.arange(longest, device=weight.device).expand(len(batch), -1)
         ends = sorted(set(lengths))
         rows = torch.tensor(ends, device=weight.device) - 1
@@ -67,8 +67,8 @@ class StaticBatches(FirstCome):
 
     def decode(self) -> None:
         """Each row's last token: one more for those that go on; a row that has ended computes its last one again."""
-        tokens = [sample.sequence.tokens[-1:] for sample in self.batch]
-        places = [[sample.sequence.num_tokens - 1] for sample in self.batch]
+        tokens = [sample.tokens[-1:] for sample in self.batch]
+        places = [[sample.num_tokens - 1] for sample in self.batch]
         positions = torch.tensor(places, device=self.model.embedding.weight.device)
         useful = [int(is_running(sample)) for sample in self.batch]
         logits = self.logits(self.batch, tokens, useful, positions=positions, attention=self.cache)
@@ -120,7 +120,7 @@ class TimerBatches(StaticBatches):
         waiting = list(islice(filter(is_running, self.waiting), self.batch_size))
         if any(map(is_running, self.batch)) or not waiting or len(waiting) == self.batch_size:
             return None
-        due = waiting[0].request.output.timing.arrived + self.wait_s
+        due = waiting[0].request.arrived + self.wait_s
         return due if due - self.clock() > EARLY_S else None
 
     def next_batch(self) -> list[Sample]:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
+from minillm.serve.requests.output import Output
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Output, Request, Sample, new_request, pairs, prompt_ids
+from minillm.serve.requests.request import Request, Sample, new_request, pairs, prompt_ids
 from minillm.serve.run.recorder import StepRecord
 from minillm.serve.sample import reference
-from minillm.serve.schedule.sequence import Sequence
 
 
 class FirstCome:
@@ -74,8 +74,7 @@ class FirstCome:
         limit = min(len(tokens) + params.max_tokens, self.model.config.max_seq_len)
         request = new_request(tokens, params, limit, self.tokenizer, self.clock(), request_id=request_id)
         self._requests[request_id] = request
-        for _ in range(params.n):
-            self.waiting.append(request.attach(Sequence(list(tokens), limit), self.tokenizer))
+        self.waiting += request.samples
         return request_id
 
     def cancel(self, request_id: str) -> None:
@@ -124,12 +123,12 @@ class FirstCome:
         """
         now = self.clock()
         for sample, wanted in zip(samples, useful, strict=True):
-            sample.request.output.computed += wanted
-            if sample.request.output.timing.scheduled is None:
-                sample.request.output.timing.scheduled = now
+            sample.forwarded += wanted
+            if sample.request.scheduled is None:
+                sample.request.scheduled = now
         batch = torch.tensor(tokens, device=self.model.embedding.weight.device)
-        starts = [sample.sequence.num_tokens - max(each, 1) for sample, each in zip(samples, useful, strict=True)]
-        names = (sample.sequence.name for sample in samples)
+        starts = [sample.num_tokens - max(each, 1) for sample, each in zip(samples, useful, strict=True)]
+        names = (sample.name for sample in samples)
         self._batch = tuple(zip(names, starts, map(len, tokens), strict=True))
         self.computed += batch.numel()
         self.waste += batch.numel() - sum(useful)
@@ -137,31 +136,30 @@ class FirstCome:
 
     def accept(self, sample: Sample, logits: Tensor) -> None:
         """The sample's next token, from logits [vocab_size], if it goes on; its request ends with its last sample."""
-        request, timing = sample.request, sample.request.output.timing
+        request = sample.request
         if not is_running(sample):
             return
         if not logits.amax().isfinite():
-            tokens = sample.sequence.num_tokens
+            tokens = sample.num_tokens
             self._end(request, "failed", f"its logits are not finite after {tokens} tokens (NaN or infinite)")
             return
-        token = reference.sample(logits, request.params, sample.sequence.tokens, sample.draw)
+        token = reference.sample(logits, request.params, sample.tokens, sample.draw)
         self._sampled += 1
-        if timing.first_token is None:
-            timing.first_token = self.clock()
+        if request.first_token is None:
+            request.first_token = self.clock()
         if (reason := sample.accept(token)) is not None:
             sample.close(reason)
-            if all(each.answer.reason is not None for each in request.samples):
+            if all(each.reason is not None for each in request.samples):
                 self._end(request, reason)
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
         for sample in request.samples:
-            if sample.answer.reason is None:
+            if sample.reason is None:
                 sample.close(reason)
-        request.output.error = error
-        request.output.timing.ended = self.clock()
-        del self._requests[request.output.request_id]
-        self._ended.append(request.output)
+        request.error, request.ended = error, self.clock()
+        del self._requests[request.request_id]
+        self._ended.append(request.output())
 
 
 def is_running(sample: Sample) -> bool:
-    return sample.answer.reason is None
+    return sample.reason is None

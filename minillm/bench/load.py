@@ -11,13 +11,13 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp
 from statistics import NormalDist
 
+from minillm.serve.requests.output import Output
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Output
 
 EARLY_S = 1e-9  # so much before its time something is on time: clocks round
 
@@ -144,8 +144,7 @@ def replay(engine, arrivals: Sequence[Arrival], *, clock: Callable[[], float] | 
                 open_[engine.add(each.prompt, each.params, priority=each.priority)] = index
             for output in engine.step():
                 if (index := open_.pop(output.request_id, None)) is not None:  # not somebody else's
-                    output.timing.arrived = start + arrivals[index].at
-                    outputs[index] = output
+                    outputs[index] = replace(output, timing=replace(output.timing, arrived=start + arrivals[index].at))
             wakes = getattr(engine, "starts_at", None) if open_ else float("inf")  # None: it has work to do now
             if wakes is not None and (coming or open_):
                 due = min([wakes, *(start + arrivals[index].at for index in coming[-1:])])

@@ -30,8 +30,9 @@ from minillm.model.generate import device_of, folder_of, generate, heal
 from minillm.model.hf.generation_config import read_generation_config
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
+from minillm.serve.requests.output import Output
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Output, prompt_ids
+from minillm.serve.requests.request import prompt_ids
 from minillm.serve.requests.summary import Summary, summary
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 

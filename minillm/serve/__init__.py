@@ -28,8 +28,8 @@ requests through any engine.
 
 from minillm.serve.async_engine import AsyncLLM
 from minillm.serve.engine import LLM
+from minillm.serve.requests.output import Answer, Delta, Output, Timing
 from minillm.serve.requests.params import SamplingParams, Token
-from minillm.serve.requests.request import Answer, Delta, Output, Timing
 from minillm.serve.requests.summary import summary
 from minillm.serve.run.recorder import StepRecord
 from minillm.serve.schedule.blocks import BlockPool, Prefix

@@ -16,8 +16,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from minillm.serve.engine import LLM
+from minillm.serve.requests.output import Delta, Output, OutputCursor
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Delta, Output, OutputCursor, Request
+from minillm.serve.requests.request import Request
 
 
 @dataclass(eq=False)
@@ -51,9 +52,10 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         request_id = options.pop("request_id", None)
         request = self.llm.requests.request(prompt, params, awaited=True, **options)
-        stream = Stream(_Listener(request, OutputCursor(request), loop), self.llm)
+        listener = _Listener(request, OutputCursor(request), loop)
+        stream = Stream(listener, self.llm)
         self.llm.requests.submit(request, request_id)
-        self._arrived.append(stream._listener)
+        self._arrived.append(listener)
         self._wake.set()
         return stream
 
@@ -114,14 +116,15 @@ class AsyncLLM:
 
 
 class Stream:
-    """An asynchronous iterator over the deltas of one request. output: final when the iterator has ended."""
+    """An asynchronous iterator over the deltas of one request. output: what there is of it, all when this has ended."""
 
     def __init__(self, listener: _Listener, llm: LLM):
+        self.request = listener.request
         self._listener, self._llm, self._ended = listener, llm, False
 
     @property
     def output(self) -> Output:
-        return self._listener.request.output
+        return self.request.output()
 
     def __aiter__(self) -> "Stream":
         return self
@@ -144,7 +147,7 @@ class Stream:
     def close(self) -> None:
         """Cancels the request, if it has not ended: only a mark, which the next step carries out."""
         self._ended = True
-        self._llm.requests.cancelled.append(self._listener.request)
+        self._llm.requests.cancelled.append(self.request)
 
     async def aclose(self) -> None:
         self.close()

@@ -21,8 +21,9 @@ from minillm.model.config import check_generates
 from minillm.model.paged import Backend, PagedCache, default_backend
 from minillm.quantize.kv import kv_format_named
 from minillm.serve.numbers import check_whole
+from minillm.serve.requests.output import Delta, Output, OutputCursor
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Delta, Output, OutputCursor, Request, pairs
+from minillm.serve.requests.request import Request, pairs
 from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.core import EngineCore
 from minillm.serve.run.decode_graphs import wants_graphs
@@ -149,11 +150,11 @@ class LLM:
             for request in mine:
                 self.requests.submit(request)
             for request in _progress_bar(mine, progress):
-                while request.output.timing.ended is None:
+                while request.ended is None:
                     self.advance()
         finally:  # marks what has not ended; a signal cannot come between
             self.requests.cancelled.extend(mine)
-        return [request.output for request in mine]
+        return [request.output() for request in mine]
 
     def stream(self, prompt, params: SamplingParams | None = None, **options) -> Iterator[Delta]:
         """Adds a request, and yields what is new of its samples as they grow; closing the iterator cancels it.
@@ -182,7 +183,7 @@ class LLM:
         """
         request = self.requests.request(prompt, params, priority=priority, salt=salt, timeout_s=timeout_s)
         self.requests.submit(request, request_id)
-        return request.output.request_id
+        return request.request_id
 
     def cancel(self, request_id: str) -> None:
         """Ends a request: it gets no token more, and what it has so far comes out of the next `step`."""
@@ -200,7 +201,7 @@ class LLM:
         """
         self.advance()
         with self.stepping:
-            return [self.requests.ended.popleft() for _ in range(len(self.requests.ended))]
+            return [self.requests.ended.popleft().output() for _ in range(len(self.requests.ended))]
 
     def advance(self) -> None:
         """One step, whatever it computes; what ends in it waits for `step`. One thread at a time is in here."""
@@ -222,7 +223,7 @@ class LLM:
             self.requests.submit(request, request_id)
             yield None
             while not ended:
-                if request.output.timing.ended is None:
+                if request.ended is None:
                     self.advance()
                 deltas, ended = news.poll()
                 yield from deltas

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from numbers import Real
 
 from minillm.serve.numbers import check_whole, whole_numbers
@@ -74,6 +75,12 @@ class Token:
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+@lru_cache(maxsize=1 << 16)
+def plain_token(token: int) -> Token:
+    """One object for all the times that a token is sampled: it never changes."""
+    return Token(token)
 
 
 def _texts(value: object) -> tuple[str, ...]:

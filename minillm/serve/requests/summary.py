@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from minillm.serve.requests.request import Output
+from minillm.serve.requests.output import Output
 
 
 @dataclass(frozen=True)

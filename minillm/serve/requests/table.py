@@ -20,17 +20,16 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.serve.numbers import check_whole
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Output, Request, Sample, new_request, prompt_ids
+from minillm.serve.requests.request import Request, Sample, new_request, prompt_ids
 from minillm.serve.schedule.scheduler import Scheduler
-from minillm.serve.schedule.sequence import Sequence
 
 if TYPE_CHECKING:
     from minillm.serve.speculate.speculation import Speculation
 
 
 class RequestTable:
-    """samples: the sample of each sequence the scheduler has. ended: outputs that `step` has not returned yet.
-    ended_ids: requests that ended since it was last cleared. cancelled: requests that the next `tidy` ends."""
+    """arrived, live: by id, the requests that are not queued yet, and those that are. ended: requests that `step` has
+    not returned yet. ended_ids: of what ended since it was last cleared. cancelled: what the next `tidy` ends."""
 
     def __init__(
         self,
@@ -42,18 +41,17 @@ class RequestTable:
     ):
         self.scheduler, self.speculation, self.config = scheduler, speculation, config
         self.tokenizer, self.clock = tokenizer, clock
-        self.samples: dict[Sequence, Sample] = {}
-        self.ended: deque[Output] = deque()
+        self.arrived: dict[str, Request] = {}
+        self.live: dict[str, Request] = {}
+        self.ended: deque[Request] = deque()
         self.ended_ids: list[str] = []
         self.cancelled: deque[Request] = deque()
-        self._arrived: dict[str, Request] = {}
-        self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
         self._names, self.submitting = count(), Lock()
 
     def __len__(self) -> int:
         """Requests that have not ended and are not about to."""
-        return len(self._arrived) + len(self._requests) - sum(map(self._knows, set(self.cancelled.copy())))
+        return len(self.arrived) + len(self.live) - sum(map(self._knows, set(self.cancelled.copy())))
 
     def request(
         self,
@@ -81,34 +79,32 @@ class RequestTable:
     def submit(self, request: Request, request_id: str | None = None) -> None:
         """Names it and leaves it for the next step. ValueError: the name is taken. RuntimeError: the queue is full."""
         with self.submitting:
-            self.scheduler.check_queue(len(self._arrived))
+            self.scheduler.check_queue(len(self.arrived))
             if request_id is None:
-                waiting = {output.request_id for output in self.ended.copy()}
+                waiting = {request.request_id for request in self.ended.copy()}
                 names = (f"request-{number}" for number in self._names)
                 request_id = next(name for name in names if self._find(name) is None and name not in waiting)
             elif self._find(request_id) is not None:
                 raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
-            request.output.request_id = request_id
-            self._arrived[request_id] = request
+            request.name(request_id)
+            self.arrived[request_id] = request
 
     def cancel(self, request_id: str) -> None:
         request = self._find(request_id)
-        if request is None or request.output.timing.ended is not None or request in self.cancelled.copy():
+        if request is None or request.ended is not None or request in self.cancelled.copy():
             raise ValueError(f"request {request_id!r} cannot be cancelled: it is unknown or has ended.")
         self.cancelled.append(request)
 
     def tidy(self, now: float) -> None:
         """Before a step: what arrived is queued; what was cancelled, or whose time is over, ends."""
         self.ended_ids.clear()
-        for name in list(self._arrived):
-            request = self._requests[name] = self._arrived[name]
-            sequence = request.sequence()
-            self.scheduler.enqueue(sequence)
-            self.attach(request, sequence)
+        for name in list(self.arrived):
+            request = self.live[name] = self.arrived[name]
+            first = request.samples[0]
+            self.scheduler.enqueue(first)
             if request.timeout_s is not None:
-                due = request.output.timing.arrived + request.timeout_s
-                heappush(self._deadlines, (due, sequence.rank[1], request))
-            del self._arrived[name]
+                heappush(self._deadlines, (request.arrived + request.timeout_s, first.rank[1], request))
+            del self.arrived[name]
         self.end_cancelled()
         while self._deadlines and self._deadlines[0][0] <= now:
             self.end(self._deadlines[0][-1], "timeout")
@@ -118,37 +114,30 @@ class RequestTable:
         """Ends what was cancelled, but for requests that are not queued yet: those wait for the next `tidy`."""
         while self.cancelled:
             request = self.cancelled[0]
-            if self._arrived.get(request.output.request_id) is request:
+            if self.arrived.get(request.request_id) is request:
                 return
             self.end(request, "cancelled")
             self.cancelled.popleft()
 
-    def attach(self, request: Request, sequence: Sequence) -> Sample:
-        """One more sample of the request."""
-        sample = self.samples[sequence] = request.attach(sequence, self.tokenizer)
-        return sample
-
     def end(self, request: Request, reason: str, error: str | None = None) -> None:
         """Ends all samples of a request that have not ended."""
-        if request.output.timing.ended is not None or self._requests.get(request.output.request_id) is not request:
+        if request.ended is not None or self.live.get(request.request_id) is not request:
             return
-        request.output.error = error
+        request.error = error
         for sample in request.samples:
-            if sample.answer.reason is None:
+            if sample.reason is None:
                 self.finish(sample, reason)
         self._close(request)
 
     def finish(self, sample: Sample, reason: str) -> None:
         """Ends one sample; `close_if_done` ends its request after the last."""
         sample.close(reason)
-        self.scheduler.finish(sample.sequence, wrong=reason == "failed")
-        del self.samples[sample.sequence]
+        self.scheduler.finish(sample, wrong=reason == "failed")
         if self.speculation is not None:
-            self.speculation.end(sample.sequence)
-        sample.add_stats_to_output()
+            self.speculation.end(sample)
 
     def close_if_done(self, request: Request) -> None:
-        if request.output.timing.ended is None and all(sample.answer.reason for sample in request.samples):
+        if request.ended is None and all(sample.reason for sample in request.samples):
             self._close(request)
 
     def recover(self, error: str) -> None:
@@ -159,43 +148,37 @@ class RequestTable:
         """
         self.scheduler.reset()
         if self.speculation is not None:
-            self.speculation.reset()
-        self.samples.clear()
+            self.speculation.reset(sample for request in self.live.values() for sample in request.samples)
         self._deadlines.clear()
         queued = {}
-        for name, request in list(self._requests.items()):
-            timing = request.output.timing
-            if timing.ended is None and timing.scheduled is None:
-                request.samples.clear()
-                request.output.answers.clear()
-                queued[name] = request
-            elif timing.ended is None:
-                request.output.error = error
+        for name, request in list(self.live.items()):
+            if request.ended is None and request.scheduled is None:
                 for sample in request.samples:
-                    if sample.answer.reason is None:
+                    sample.restart()
+                queued[name] = request
+                continue
+            if request.ended is None:  # else it was interrupted in `_close`
+                request.error = error
+                for sample in request.samples:
+                    if sample.reason is None:
                         sample.close("failed")
-                        sample.add_stats_to_output()
-                self._close(request)
-            else:  # it was interrupted in `_close`
-                listed = request.awaited or any(output is request.output for output in self.ended)
-                self._close(request, listed=listed)
+            self._close(request)
         with self.submitting:
-            self._arrived = queued | self._arrived
+            self.arrived = queued | self.arrived
         for name in queued:
-            self._requests.pop(name, None)
+            self.live.pop(name, None)
 
-    def _close(self, request: Request, *, listed: bool = False) -> None:
-        output = request.output
-        if output.timing.ended is None:
-            output.timing.ended = self.clock()
-        self.ended_ids.append(output.request_id)
-        if not request.awaited and not listed:
-            self.ended.append(output)
-        del self._requests[output.request_id]
+    def _close(self, request: Request) -> None:
+        if request.ended is None:
+            request.ended = self.clock()
+        self.ended_ids.append(request.request_id)
+        if not request.awaited and request not in self.ended:
+            self.ended.append(request)
+        del self.live[request.request_id]
 
     def _find(self, request_id: str) -> Request | None:
         """In this order: `tidy` queues a request before it takes it out of `arrived`."""
-        return self._arrived.get(request_id) or self._requests.get(request_id)
+        return self.arrived.get(request_id) or self.live.get(request_id)
 
     def _knows(self, request: Request) -> bool:
-        return request.output.timing.ended is None and self._find(request.output.request_id) is request
+        return request.ended is None and self._find(request.request_id) is request

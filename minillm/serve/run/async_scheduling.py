@@ -21,9 +21,10 @@ the plain engine, token by token. What is different:
 
 import torch
 
+from minillm.serve.requests.request import Sample
 from minillm.serve.run.core import EngineCore
 from minillm.serve.run.step import Step
-from minillm.serve.schedule.sequence import Sequence, State
+from minillm.serve.schedule.sequence import State
 
 
 class AsyncScheduling(EngineCore):
@@ -58,43 +59,43 @@ class AsyncScheduling(EngineCore):
         step.outputs.logits = None  # sampled from already, so the next pass may have their memory
         if step.outputs.sampled is not None:
             step.outputs.sampled.send()
-        for row, (sequence, sample, _, _) in enumerate(step.ready):
-            step.held.append((sequence, sample, sequence.num_tokens))
-            if sample.answer.reason is None and sequence.num_tokens + 1 < sequence.limit:
-                sequence.tokens.append(~row)
-                sequence.num_pending += 1
+        for row, (sample, _, _) in enumerate(step.ready):
+            step.held.append((sample, sample.num_tokens))
+            if sample.reason is None and sample.num_tokens + 1 < sample.limit:
+                sample.tokens.append(~row)
+                sample.num_pending += 1
 
     def _read(self, step: Step, following: Step | None) -> None:
-        """Each sequence of a step gets its token. following: what was launched with placeholders for them."""
+        """Each sample of a step gets its token. following: what was launched with placeholders for them."""
         alive, later = [], []
-        for sequence, sample, place in step.held:
-            if sample.answer.reason is None:
-                alive.append((sequence, sample, place))
-                later.append(sequence.tokens[place + 1 :])
-                del sequence.tokens[place:]
-                sequence.num_pending = 0
+        for sample, place in step.held:
+            if sample.reason is None:
+                alive.append((sample, place))
+                later.append(sample.tokens[place + 1 :])
+                del sample.tokens[place:]
+                sample.num_pending = 0
         self.finish(step)
         resampled = () if step.outputs.sampled is None else step.outputs.sampled.resampled
         wrong = {step.ready[row][0] for row in resampled}
-        for (sequence, sample, place), placeholders in zip(alive, later, strict=True):
-            if sample.answer.reason is not None:
+        for (sample, place), placeholders in zip(alive, later, strict=True):
+            if sample.reason is not None:
                 continue
-            if sequence not in wrong:
-                sequence.tokens += placeholders
-                sequence.num_pending = len(placeholders)
+            if sample not in wrong:
+                sample.tokens += placeholders
+                sample.num_pending = len(placeholders)
             elif following is not None:
-                self._take_back(sequence, place, following)
-            self.scheduler.publish(sequence, place)
+                self._take_back(sample, place, following)
+            self.scheduler.publish(sample, place)
 
-    def _take_back(self, sequence: Sequence, place: int, following: Step) -> None:
-        """The pass that follows has read a wrong token at `place`: what came of it is no token of the sequence."""
-        for row, (each, sample, _, _) in enumerate(following.ready):
-            if each is sequence:
+    def _take_back(self, sample: Sample, place: int, following: Step) -> None:
+        """The pass that follows has read a wrong token at `place`: what came of it is no token of the sample."""
+        for row, (each, _, _) in enumerate(following.ready):
+            if each is sample:
                 following.dropped.add(row)
                 sample.draw.count -= 1
-        following.held = [each for each in following.held if each[0] is not sequence]
-        if sequence.state is State.RUNNING:
-            sequence.num_computed = min(sequence.num_computed, place)
+        following.held = [each for each in following.held if each[0] is not sample]
+        if sample.state is State.RUNNING:
+            sample.num_computed = min(sample.num_computed, place)
 
 
 def _written(step: Step, block_size: int) -> frozenset[int]:

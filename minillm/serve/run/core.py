@@ -57,21 +57,21 @@ class EngineCore:
         started = self.clock()
         self.requests.tidy(started)
         plan = self.scheduler.schedule()
-        for sequence in plan.admitted:
-            timing = self.requests.samples[sequence].request.output.timing
-            timing.scheduled = started if timing.scheduled is None else timing.scheduled
+        for sample in plan.admitted:
+            if sample.request.scheduled is None:
+                sample.request.scheduled = started
         return self.builder.start(self.scheduler.step, started, plan) if plan.batch else None
 
     def execute(self, step: Step) -> None:
         """Launches the pass and its sampling. What it raises is left in `step.error`, for `finish`."""
-        requests, speculation = self.requests, self.speculation
+        speculation = self.speculation
         try:
             if speculation is not None:
-                speculation.draft(step, requests.samples)
+                speculation.draft(step)
             hidden = speculation is not None and speculation.wants_hidden
-            inputs = self.builder.build(step, requests.samples, sampled=speculation is None, hidden=hidden)
+            inputs = self.builder.build(step, sampled=speculation is None, hidden=hidden)
             step.outputs = self.runner.execute(inputs)
-            requests.end_cancelled()  # what was cancelled during the pass gets no token
+            self.requests.end_cancelled()  # what was cancelled during the pass gets no token
             step.stage = "sampling"
             self.next_tokens.advance(step)
         except Exception as failure:
@@ -90,7 +90,7 @@ class EngineCore:
             self._fail(step)
         error = step.error
         if self.speculation is not None:
-            self.speculation.observe(step, self.requests.samples)
+            self.speculation.observe(step)
             error = error or self.speculation.take_error()
         ended = tuple(self.requests.ended_ids)
         times = (step.started, self.clock() - step.started)
@@ -107,6 +107,6 @@ class EngineCore:
         """Nothing that the step wrote is ever hit; the other requests and the pool stay whole."""
         self.scheduler.pool.invalidate(block for table in step.tables for block in table)
         self.builder.reset()
-        for sequence, _ in step.plan.batch:
-            if (sample := self.requests.samples.get(sequence)) is not None:
+        for sample, _ in step.plan.batch:
+            if sample.reason is None:
                 self.requests.end(sample.request, "failed", f"{step.stage} raised {step.error}")

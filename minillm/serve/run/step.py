@@ -6,7 +6,6 @@ plan ──▶ Step: what each sequence had when it was planned, whatever become
          StepInputs ──▶ Runner.execute ──▶ StepOutputs
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,10 +27,10 @@ from minillm.serve.schedule.sequence import Plan, Sequence
 if TYPE_CHECKING:
     from minillm.serve.run.model_runner import StepOutputs
 
-# A sequence whose last token the step computes; its sample; the first of its rows of the logits, and the end of them.
-Ready = tuple[Sequence, Sample, int, int]
-# A sequence that gets a token; its sample; the place of the token among the sequence's own.
-Held = tuple[Sequence, Sample, int]
+# A sample whose last token the step computes; the first of its rows of the logits, and the end of them.
+Ready = tuple[Sample, int, int]
+# A sample that gets a token; the place of the token among its own.
+Held = tuple[Sample, int]
 
 
 @dataclass(eq=False)
@@ -39,9 +38,9 @@ class Step:
     """starts: tokens computed before, of each sequence of the plan; rows, tables: its row of the block tables and the
     blocks that it has in this step.
 
-    drafts: draft tokens to compute after a sequence's own, by place in the plan. ready: the sequences that get tokens;
-    one of several samples (n > 1) is followed by the others, once they exist; forks: there is such a one. dropped: rows
-    of it whose token is no good. held: tokens that the host has not read yet (`AsyncScheduling`). outputs: None until
+    drafts: draft tokens to compute after a sequence's own, by place in the plan. ready: the samples that get tokens;
+    the first of several (n > 1) is followed by the others, once they run; forks: there is such a one. dropped: rows of
+    it whose token is no good. held: tokens that the host has not read yet (`AsyncScheduling`). outputs: None until
     it is executed. error: what it raised, "" = nothing; stage: where.
     """
 
@@ -95,9 +94,7 @@ class InputBuilder:
         tables = [self._blocks_of_row[row] for row in rows]
         return Step(number, started, plan, [sequence.num_computed for sequence in sequences], rows, tables)
 
-    def build(
-        self, step: Step, samples: Mapping[Sequence, Sample], *, sampled: bool = True, hidden: bool = False
-    ) -> StepInputs:
+    def build(self, step: Step, *, sampled: bool = True, hidden: bool = False) -> StepInputs:
         """The inputs of a step whose drafts are made, and `step.ready`.
 
         Of its sequences it changes `forwarded`; if tokens are to be sampled, it takes a random number for each sample.
@@ -114,11 +111,11 @@ class InputBuilder:
                 flat += step.drafts.get(place, ())
             num_drafts = start + count - len(sequence.tokens)
             if num_drafts == 0:
-                step.ready.append((sequence, samples[sequence], len(wanted), len(wanted) + 1))
+                step.ready.append((sequence, len(wanted), len(wanted) + 1))
                 wanted.append(len(flat) - 1)
                 num_samples += sequence.num_seqs
             elif num_drafts > 0:
-                step.ready.append((sequence, samples[sequence], len(wanted), len(wanted) + 1 + num_drafts))
+                step.ready.append((sequence, len(wanted), len(wanted) + 1 + num_drafts))
                 wanted += range(len(flat) - 1 - num_drafts, len(flat))
                 num_samples += 1
         places = blocks = NOTHING
@@ -174,18 +171,14 @@ class InputBuilder:
 def _sampling(step: Step) -> SamplingInputs:
     """A row for each sample: one for a sequence, n for one whose prompt ends and that n samples go on from."""
     ready = step.ready
-    if not step.forks and all([sample.request.params.greedy_only for _, sample, _, _ in ready]):
+    if not step.forks and all([sample.request.params.greedy_only for sample, _, _ in ready]):
         return greedy_inputs(len(ready))
     rows: list[Row] = []
     logits_rows: list[int] = []
-    for sequence, sample, first, _ in ready:
-        params = sample.request.params
-        if sequence.num_seqs == 1:
-            rows.append((params, sequence.tokens, sample.draw))
-            logits_rows.append(first)
-        else:
-            rows += [(params, sequence.tokens, draw) for draw in sample.request.draws]
-            logits_rows += [first] * len(sample.request.draws)
+    for sample, first, _ in ready:
+        samples = [sample] if sample.num_seqs == 1 else sample.request.samples
+        rows += [(each.request.params, each.tokens, each.draw) for each in samples]
+        logits_rows += [first] * len(samples)
     return sampling_inputs(rows, logits_rows if step.forks else None)
 
 
@@ -193,9 +186,9 @@ def _allowed(ready: list[Ready]) -> tuple[np.ndarray, np.ndarray]:
     """(rows of the logits, token ids): the first token of an answer is one of its request's `first_tokens`."""
     rows: list[int] = []
     ids: list[int] = []
-    for sequence, sample, first, _ in ready:
+    for sample, first, _ in ready:
         allowed = sample.request.params.first_tokens
-        if allowed and len(sequence.tokens) == len(sample.request.output.prompt):
+        if allowed and len(sample.tokens) == len(sample.request.prompt):
             rows += [first] * len(allowed)
             ids += allowed
     return (np.array(rows, np.int64), np.array(ids, np.int64)) if rows else (NOTHING, NOTHING)

@@ -13,7 +13,6 @@ such as many equals at the very place where a row is cut, the row is sorted, onc
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minillm.model.paged.tables import to_device
-from minillm.serve.requests.params import Token
+from minillm.serve.requests.params import Token, plain_token
 from minillm.serve.run.step_inputs import Row, SamplingInputs, fill_placeholders, sampling_inputs
 from minillm.serve.sample import selection
 from minillm.serve.sample.reference import COLDEST, described
@@ -287,9 +286,3 @@ class SampledTokens:
                 likeliest = zip(map(int, top[:most]), top[most:], strict=True)
                 tokens[row] = Token(ids[row], own, tuple(likeliest)[:count])
         return tokens
-
-
-@lru_cache(maxsize=1 << 16)
-def plain_token(token: int) -> Token:
-    """One object for all the times that a token is sampled: it never changes."""
-    return Token(token)

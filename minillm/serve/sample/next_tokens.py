@@ -29,7 +29,7 @@ class NextTokens:
         if step.forks:
             step.ready = [row for each in step.ready for row in self._with_forks(each)]
         for row, failure in (step.outputs.faults or {}).items():
-            self._failed(step.ready[row][1], failure)
+            self._failed(step.ready[row][0], failure)
 
     def finish(self, step: Step) -> int:
         """Adds the step's tokens to the answers; returns how many were added."""
@@ -40,28 +40,28 @@ class NextTokens:
         return self._give(step, self._verified(step))
 
     def _with_forks(self, ready: Ready) -> list[Ready]:
-        """The sequence, followed by the forks that its request's other samples go on from."""
-        sequence, sample, start, end = ready
-        if sequence.num_seqs == 1:
+        """The sample; if it is the first of several, they all, which run from here on."""
+        sample, start, end = ready
+        if sample.num_seqs == 1:
             return [ready]
-        if sample.answer.reason is not None:  # cancelled during the pass; rows were sampled for all of them
-            return [ready] * sequence.num_seqs
-        forks = self.scheduler.fork(sequence)
-        return [ready] + [(fork, self.requests.attach(sample.request, fork), start, end) for fork in forks]
+        samples = sample.request.samples
+        if sample.reason is None:  # it was not cancelled during the pass
+            self.scheduler.fork(sample, samples[1:])
+        return [(each, start, end) for each in samples]
 
     def _give(self, step: Step, tokens: list[list[Token] | None]) -> int:
         """Adds to each answer its tokens (None: its logits are not finite); returns how many were added."""
-        for (sequence, sample, _, _), given in zip(step.ready, tokens, strict=True):
+        for (sample, _, _), given in zip(step.ready, tokens, strict=True):
             if given is None:
-                self.scheduler.pool.invalidate(step.table(sequence))
-                if sample.answer.reason is None:
-                    reason = f"its logits are not finite after {sequence.num_tokens} tokens (NaN or infinite)"
+                self.scheduler.pool.invalidate(step.table(sample))
+                if sample.reason is None:
+                    reason = f"its logits are not finite after {sample.num_tokens} tokens (NaN or infinite)"
                     self.requests.end(sample.request, "failed", reason)
         sampled, ended = 0, []
-        for row, ((_, sample, _, _), given) in enumerate(zip(step.ready, tokens, strict=True)):
-            if given and sample.answer.reason is None and row not in step.dropped:
+        for row, ((sample, _, _), given) in enumerate(zip(step.ready, tokens, strict=True)):
+            if given and sample.reason is None and row not in step.dropped:
                 sampled += self._accept(sample, given)
-                if sample.answer.reason is not None:
+                if sample.reason is not None:
                     ended.append(sample.request)
         for request in ended:
             self.requests.close_if_done(request)
@@ -70,20 +70,20 @@ class NextTokens:
     def _verified(self, step: Step) -> list[list[Token] | None]:
         """With speculation: the accepted draft tokens of each and one more. Nothing where a draft is no good."""
         logits = step.outputs.logits
-        if not all([sample.request.params.greedy_only for _, sample, _, _ in step.ready]):
+        if not all([sample.request.params.greedy_only for sample, _, _ in step.ready]):
             logits = logits.cpu()  # drafts are checked there; for greedy ones the likeliest tokens say all
         most, likeliest = logits.max(-1)
         best = torch.where(most.isfinite(), likeliest, NOT_FINITE).tolist()
         found: list[list[Token] | None] = []
-        for sequence, sample, start, end in step.ready:
-            ended = sample.answer.reason is not None  # cancelled; failed just now by another sample
+        for sample, start, end in step.ready:
+            ended = sample.reason is not None  # cancelled; failed just now by another sample
             if best[start] < 0 and (ended or end - start == 1):
                 found.append(None)
             elif ended:
                 found.append([])
             elif best[start] < 0:  # a draft token may have spoilt it: 0 · nan is nan, also behind a mask
-                self.speculation.drop(sequence)
-                self.scheduler.commit_accepted(sequence)
+                self.speculation.drop(sample)
+                self.scheduler.commit_accepted(sample)
                 found.append([])
             else:
                 usable = next((row for row in range(start, end) if best[row] < 0), end)
@@ -96,13 +96,13 @@ class NextTokens:
 
     def _failed(self, sample: Sample, failure: Exception) -> None:
         """Sampling raised for this sample, so its request ends."""
-        what = f"sampling its token {len(sample.answer.tokens) + 1}"
+        what = f"sampling its token {len(sample.answer()) + 1}"
         self.requests.end(sample.request, "failed", f"{what} raised {type(failure).__name__}: {failure}")
 
     def _accept(self, sample: Sample, tokens: list[Token]) -> int:
         """Adds tokens to the answer until one ends it; returns how many."""
-        if sample.passes == 0 and sample.request.output.timing.first_token is None:
-            sample.request.output.timing.first_token = self.requests.clock()
+        if sample.request.first_token is None:
+            sample.request.first_token = self.requests.clock()
         sample.passes += 1
         given, reason = 0, None
         try:
@@ -114,9 +114,9 @@ class NextTokens:
             self.requests.end(sample.request, "failed", f"{type(failure).__name__}: {failure}")
             return given
         if self.speculation is not None:
-            self.scheduler.commit_accepted(sample.sequence)
+            self.scheduler.commit_accepted(sample)
             if reason is None:
-                self.speculation.request_draft(sample.sequence)
+                self.speculation.request_draft(sample)
         if reason is not None:
             self.requests.finish(sample, reason)
         return given

@@ -15,7 +15,7 @@ order always goes on, ends, and makes the next one first. No livelock, no starva
 """
 
 from bisect import insort
-from dataclasses import replace
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import count
 
@@ -175,19 +175,19 @@ class Scheduler:
         if sequence.state is RUNNING:
             self._cache_blocks(sequence, start // self.pool.block_size, sequence.num_computed // self.pool.block_size)
 
-    def fork(self, sequence: Sequence) -> list[Sequence]:
-        """Ends the prompt of a sequence of num_seqs n: n - 1 more that share its blocks; the first to write copies."""
-        forks, sequence.num_seqs = sequence.num_seqs - 1, 1
-        children = []
-        for _ in range(forks):
-            copies = {name: list(getattr(sequence, name)) for name in ("tokens", "block_hashes", "host_blocks")}
-            rank = (*sequence.rank[:2], next(self._forks))
-            copies["blocks"] = sequence.blocks.copy()
+    def fork(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
+        """Ends the prompt of a sequence of num_seqs n: n - 1 others, new ones of the same tokens, run on from it.
+
+        They share its blocks; the first to write into one gets a copy.
+        """
+        sequence.num_seqs = 1
+        for other in others:
             self.pool.share(sequence.held_blocks)
-            child = replace(sequence, **copies, rank=rank, hit_tokens=0, preemptions=0, forwarded=0)
-            insort(self.running, child, key=lambda s: s.rank)
-            children.append(child)
-        return children
+            other.blocks, other.first_block = sequence.blocks.copy(), sequence.first_block
+            other.num_computed, other.last_step = sequence.num_computed, sequence.last_step
+            other.block_hashes = list(sequence.block_hashes)
+            other.rank, other.state = (*sequence.rank[:2], next(self._forks)), RUNNING
+            insort(self.running, other, key=lambda s: s.rank)
 
     def finish(self, sequence: Sequence, *, wrong: bool = False) -> None:
         """Done, failed or cancelled, wherever it is: all it holds goes back. wrong: nobody may hit its blocks."""

@@ -5,12 +5,12 @@ from enum import Enum
 
 from minillm.serve.schedule.blocks import Prefix, cache_namespace
 
-State = Enum("State", "WAITING RUNNING FINISHED")
+State = Enum("State", "NEW WAITING RUNNING FINISHED")  # NEW: not queued yet
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens and the blocks that hold their keys and values.
+    """Tokens and the blocks that hold their keys and values. One that belongs to a request is its `Sample`.
 
     limit: tokens it ends with at the latest, prompt included. num_seqs: sequences it will be after its prompt (its
     request's n). priority: lower is sooner. block_hashes: the cache keys of its full blocks, as far as needed yet.
@@ -22,7 +22,7 @@ class Sequence:
     priority: int = 0
     origin: Prefix = field(default_factory=cache_namespace)
     name: str = ""
-    state: State = State.WAITING
+    state: State = State.NEW
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     first_block: int = 0  # of `blocks` the first that it still holds, see `BlockPool.window`; any number stands before
@@ -66,6 +66,11 @@ class Sequence:
             tokens = tuple(self.tokens[start : start + block_size])
             hashes.append(Prefix(hashes[-1] if hashes else self.origin, tokens))
         return hashes[:blocks]
+
+    def restart(self) -> None:
+        """As it was before it was queued; whatever it held is free again."""
+        self.state, self.num_computed, self.hit_tokens = State.NEW, 0, 0
+        self.blocks, self.host_blocks = [], []
 
     def skip(self, tokens: int) -> None:
         """So many next tokens were found in the cache."""

@@ -9,7 +9,7 @@ else runs. (Greedy answers never do, so no more is drafted than can be checked.)
 sequence the draft, never the answer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,25 +20,27 @@ from minillm.serve.requests.params import Token
 from minillm.serve.requests.request import Sample
 from minillm.serve.run.step import Step
 from minillm.serve.sample.reference import described, filtered
-from minillm.serve.schedule.sequence import Plan, Sequence
+from minillm.serve.schedule.sequence import Plan
 from minillm.serve.speculate.adaptive import AdaptiveK, Counts
 from minillm.serve.speculate.proposal import Draft, DraftRequest, Proposer
 from minillm.serve.speculate.verify import distribution, verify, verify_greedy
 
 
 @dataclass(eq=False)
-class State:
-    """Of one sequence. draft: its draft tokens that are not verified yet; place: how many tokens of this draft were
-    verified before. checked, accepted: how many of this draft so far, if several passes check it. tried, kept, drafts:
-    what `AdaptiveK` counts."""
+class DraftState:
+    """Of one sample, in `Sample.drafting`. draft: its draft tokens that are not verified yet; place: how many tokens of
+    this draft were verified before. checked, accepted: how many of this draft so far, if several passes check it.
+    tried, kept, drafts: what `AdaptiveK` counts. observed: positions whose hidden states the proposer has.
+    """
 
+    tried: float
+    kept: float
     draft: Draft | None = None
     place: int = 0
-    tried: float = 0.0
-    kept: float = 0.0
     drafts: int = 0
     checked: int = 0
     accepted: int = 0
+    observed: int = 0
 
 
 class Speculation:
@@ -67,43 +69,36 @@ class Speculation:
         self.wants_hidden = proposer.wants_hidden
         self.on_verified = getattr(proposer, "on_verified", None)
         self.counts, self.drafting_s = Counts(), 0.0
-        self._states: dict[Sequence, State] = {}
-        self._observed: dict[str, int] = {}  # by sequence: positions whose hidden states the proposer has
         self._error: str | None = None
 
-    def draft(self, step: Step, samples: dict[Sequence, Sample]) -> None:
-        """Gives each sequence of the step draft tokens to check: the rest of its draft, or of a new one."""
+    def draft(self, step: Step) -> None:
+        """Gives each sample of the step draft tokens to check: the rest of its draft, or of a new one."""
         plan = step.plan
-        asked = self._ask(plan, samples)
+        asked = self._ask(plan)
         if asked:
             started = self.clock()
-            drafts = self._propose([each for _, each in asked])
+            drafts = self._propose(asked)
             self.drafting_s += self.clock() - started
-            for (place, _), draft in zip(asked, drafts, strict=True):
-                state = self._states[plan.batch[place][0]]
-                state.draft, state.place = draft, 0
-        for place, (sequence, tokens) in enumerate(plan.batch):
-            if tokens >= (lacking := sequence.num_uncomputed) and (state := self._states.get(sequence)) is not None:
+            for (sample, _), draft in zip(asked, drafts, strict=True):
+                sample.drafting.draft, sample.drafting.place = draft, 0
+        for place, (sample, tokens) in enumerate(plan.batch):
+            if tokens >= (lacking := sample.num_uncomputed) and (state := sample.drafting) is not None:
                 drafted = [] if state.draft is None else state.draft.tokens[: tokens - lacking]
                 step.drafts[place] = drafted
-                plan.batch[place] = sequence, lacking + len(drafted)
+                plan.batch[place] = sample, lacking + len(drafted)
 
     def check(self, sample: Sample, logits: Tensor, likeliest: list[int]) -> list[Token]:
         """The next tokens, from logits [draft tokens + 1, vocab_size]. likeliest: their largest."""
-        params = sample.request.params
-        state = self._states.get(sample.sequence)
-        if state is None:
-            weight, prior = getattr(self.k, "weight", 0.0), getattr(self.k, "prior", 0.0)
-            state = self._states[sample.sequence] = State(tried=weight, kept=weight * prior)
+        params, state = sample.request.params, self._state(sample)
         draft = state.draft or Draft([])
         checked = min(len(logits), len(draft.tokens))
         if self.on_verified is not None:
             try:
                 tokens, right = draft.tokens[:checked], likeliest[: checked + 1]
-                self.on_verified(sample.sequence.name, sample.sequence.tokens, tokens, right)
+                self.on_verified(sample.name, sample.tokens, tokens, right)
             except Exception as failure:
-                self._failed(sample.sequence.name, "on_verified", failure)
-        seen = [sample.sequence.tokens + draft.tokens[:place] for place in range(len(logits))]
+                self._failed(sample, "on_verified", failure)
+        seen = [sample.tokens + draft.tokens[:place] for place in range(len(logits))]
         if params.temperature > 0:
             rows = [distribution(row, params, known) for row, known in zip(logits, seen, strict=True)]
             ids = verify(torch.stack(rows), draft, sample.draw)
@@ -126,99 +121,105 @@ class Speculation:
             state.drafts, state.checked, state.accepted = state.drafts + 1, 0, 0
         return [described(token, row, params.logprobs) for token, row in zip(ids, logits, strict=False)]
 
-    def request_draft(self, sequence: Sequence) -> None:
-        """Says how many draft tokens the sequence would like checked in its next step."""
-        state = self._states[sequence]
+    def request_draft(self, sample: Sample) -> None:
+        """Says how many draft tokens the sample would like checked in its next step."""
+        state = sample.drafting
         if state.draft is not None:
-            sequence.num_draft_tokens = max(1, len(state.draft.tokens))
+            sample.num_draft_tokens = max(1, len(state.draft.tokens))
             return
         k = self.k.k(state.tried, state.kept, state.drafts) if isinstance(self.k, AdaptiveK) else self.k
-        sequence.num_draft_tokens = max(0, min(k, sequence.limit - sequence.num_tokens - 1))
+        sample.num_draft_tokens = max(0, min(k, sample.limit - sample.num_tokens - 1))
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sample: Sample) -> None:
         """Its draft is no good: the next step is without one."""
-        self._states[sequence].draft, sequence.num_draft_tokens = None, 0
+        sample.drafting.draft, sample.num_draft_tokens = None, 0
 
-    def observe(self, step: Step, samples: dict[Sequence, Sample]) -> None:
+    def observe(self, step: Step) -> None:
         """Hands the hidden states of what this step verified to a proposer that wants them, each position once."""
         if step.outputs is None or step.outputs.hidden is None:
             return
         states = step.outputs.hidden.split([count for _, count in step.plan.batch])
-        for (sequence, tokens), start, hidden in zip(step.plan.batch, step.starts, states, strict=True):
-            if sequence not in samples:
+        for (sample, tokens), start, hidden in zip(step.plan.batch, step.starts, states, strict=True):
+            if sample.reason is not None:
                 continue
-            seen = max(start, self._observed.get(sequence.name, 0))
-            end = min(start + tokens, sequence.num_computed)  # not after start, if its draft spoilt its logits
+            state = self._state(sample)
+            seen = max(start, state.observed)
+            end = min(start + tokens, sample.num_computed)  # not after start, if its draft spoilt its logits
             if end > seen:
-                self._observed[sequence.name] = end
+                state.observed = end
                 try:
-                    self.proposer.observe(sequence.name, seen, hidden[seen - start : end - start])
+                    self.proposer.observe(sample.name, seen, hidden[seen - start : end - start])
                 except Exception as failure:
-                    self._failed(sequence.name, "observe", failure)
+                    self._failed(sample, "observe", failure)
 
-    def end(self, sequence: Sequence) -> None:
-        self._forget(sequence.name)
-        self._states.pop(sequence, None)
+    def end(self, sample: Sample) -> None:
+        self._forget(sample)
+        sample.drafting = None
 
-    def reset(self) -> None:
-        """Forgets everything, after a step that ended anywhere."""
-        for name in {sequence.name for sequence in self._states} | self._observed.keys():
-            self._forget(name)
-        self._states.clear()
+    def reset(self, samples: Iterable[Sample]) -> None:
+        """Forgets all that there are, after a step that ended anywhere."""
+        for sample in samples:
+            if sample.drafting is not None:
+                self.end(sample)
 
     def take_error(self) -> str | None:
         """What the proposer raised since the last call, for the records; it cost some draft tokens and nothing else."""
         error, self._error = self._error, None
         return error
 
-    def _ask(self, plan: Plan, samples: dict[Sequence, Sample]) -> list[tuple[int, DraftRequest]]:
-        """(place in the plan, DraftRequest) of sequences that need a draft and whose last token this step computes."""
-        asked: list[tuple[int, DraftRequest]] = []
-        for place, (sequence, tokens) in enumerate(plan.batch):
-            if not sequence.num_draft_tokens or tokens < sequence.num_uncomputed:
+    def _state(self, sample: Sample) -> DraftState:
+        if sample.drafting is None:
+            weight, prior = getattr(self.k, "weight", 0.0), getattr(self.k, "prior", 0.0)
+            sample.drafting = DraftState(tried=weight, kept=weight * prior)
+        return sample.drafting
+
+    def _ask(self, plan: Plan) -> list[tuple[Sample, DraftRequest]]:
+        """For samples that need a draft and whose last token this step computes."""
+        asked: list[tuple[Sample, DraftRequest]] = []
+        for sample, tokens in plan.batch:
+            if not sample.num_draft_tokens or tokens < sample.num_uncomputed:
                 continue
-            if self._states[sequence].draft is not None:
+            if sample.drafting.draft is not None:
                 continue
-            request, granted = samples[sequence].request, tokens - sequence.num_uncomputed
-            if k := granted if request.params.temperature == 0 else sequence.num_draft_tokens:
-                draw = samples[sequence].draw
-                asked.append((place, DraftRequest(sequence.name, sequence.tokens, request.params, k, draw)))
+            params, granted = sample.request.params, tokens - sample.num_uncomputed
+            if k := granted if params.temperature == 0 else sample.num_draft_tokens:
+                asked.append((sample, DraftRequest(sample.name, sample.tokens, params, k, sample.draw)))
         return asked
 
-    def _propose(self, asked: list[DraftRequest]) -> list[Draft]:
+    def _propose(self, asked: list[tuple[Sample, DraftRequest]]) -> list[Draft]:
         """A draft for each. If the proposer raises or errs, each is asked for alone, and only the culprits get none."""
-        counts = [each.draw.count for each in asked]
+        counts = [sample.draw.count for sample, _ in asked]
         try:
-            drafts = self.proposer.propose(asked)
+            drafts = self.proposer.propose([each for _, each in asked])
             if len(drafts) != len(asked):
                 raise ValueError(f"the proposer gave {len(drafts)} drafts for {len(asked)} sequences: give one each.")
-            for draft, each in zip(drafts, asked, strict=True):
+            for draft, (_, each) in zip(drafts, asked, strict=True):
                 self._check_draft(draft, each)
             return drafts
         except Exception as failure:
-            for each, count in zip(asked, counts, strict=True):
-                each.draw.count = count
+            for (sample, _), count in zip(asked, counts, strict=True):
+                sample.draw.count = count
             if len(asked) == 1:
-                self._failed(asked[0].key, "propose", failure)
+                self._failed(asked[0][0], "propose", failure)
                 return [Draft([])]
         return [self._propose([each])[0] for each in asked]
 
-    def _failed(self, name: str, what: str, failure: Exception) -> None:
+    def _failed(self, sample: Sample, what: str, failure: Exception) -> None:
         """The proposer's fault costs the sequence its draft; what is kept of it may be wrong, so it starts anew."""
         self._error = f"the proposer's `{what}` raised {type(failure).__name__}: {failure}"
         if what != "forget":
-            self._forget(name)
+            self._forget(sample)
 
-    def _forget(self, name: str) -> None:
+    def _forget(self, sample: Sample) -> None:
         try:
-            self.proposer.forget(name)
+            self.proposer.forget(sample.name)
         except Exception as failure:
-            self._failed(name, "forget", failure)
-        self._observed.pop(name, None)
+            self._failed(sample, "forget", failure)
+        if sample.drafting is not None:
+            sample.drafting.observed = 0
 
-    def _count(self, sample: Sample, state: State, checked: int, accepted: int) -> None:
-        output = sample.request.output
-        output.drafted, output.accepted = output.drafted + checked, output.accepted + accepted
+    def _count(self, sample: Sample, state: DraftState, checked: int, accepted: int) -> None:
+        sample.drafted, sample.accepted = sample.drafted + checked, sample.accepted + accepted
         state.checked, state.accepted = state.checked + checked, state.accepted + accepted
         self.counts.add(checked, accepted, state.place)
 

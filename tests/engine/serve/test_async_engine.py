@@ -21,7 +21,7 @@ def naive(prompt, count):
 
 
 def nothing_left(llm):
-    assert llm.step() == [] and llm.unfinished == 0 and not llm.requests.samples
+    assert llm.step() == [] and llm.unfinished == 0 and not llm.requests.live
     assert llm.pool.used == 0 and llm.pool.references == [0] * llm.pool.total
     assert "minillm engine" not in [thread.name for thread in threading.enumerate()]
 
@@ -83,7 +83,7 @@ def test_a_consumer_that_leaves_cancels_its_request(how):
 
         async def leaves():
             stream = server.stream(PROMPTS[0], params)
-            outputs.append(stream.output)
+            requests.append(stream.request)
             if how == "never started":
                 return
             async for _ in stream:
@@ -94,12 +94,12 @@ def test_a_consumer_that_leaves_cancels_its_request(how):
                 if how == "cancel":
                     asyncio.current_task().cancel()
 
-        outputs = []
+        requests = []
         await asyncio.gather(leaves(), return_exceptions=True)
         assert (await stays).answers[0].ids == naive(PROMPTS[1], 16)
-        while outputs[0].timing.ended is None:
+        while requests[0].ended is None:
             await asyncio.sleep(0.01)
-        assert [answer.reason for answer in outputs[0].answers] == ["cancelled"]
+        assert [answer.reason for answer in requests[0].output().answers] == ["cancelled"]
 
     run(use)
 

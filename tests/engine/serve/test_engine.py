@@ -23,7 +23,7 @@ def whole(llm):
     pool = llm.pool
     assert pool.free + pool.cached + pool.used == pool.total and pool.used == 0
     assert pool.references == [0] * pool.total and pool.free_host == pool.num_host_blocks
-    assert llm.unfinished == 0 and not llm.requests.samples
+    assert llm.unfinished == 0 and not llm.requests.live
 
 
 def naive(prompt, count, model=MODEL):

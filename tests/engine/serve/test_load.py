@@ -21,7 +21,7 @@ def nothing_left(llm):
     assert pool.free + pool.cached + pool.used == pool.total and pool.used == 0
     assert pool.references == [0] * pool.total and pool.free_host == pool.num_host_blocks
     assert llm.unfinished == llm.scheduler.num_waiting == llm.scheduler.num_seqs == 0
-    assert not llm.requests.samples and not llm.scheduler.running
+    assert not llm.requests.live and not llm.scheduler.running
 
 
 def test_a_thousand_in_order_and_nobody_waits_longer_than_those_before_take():

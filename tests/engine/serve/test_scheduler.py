@@ -40,7 +40,11 @@ class Run:
         self.admitted += [s for s in plan.admitted if not s.preemptions]
         self.plans.append(plan)
         for sequence in scheduler.advance(plan):
-            children = scheduler.fork(sequence)
+            options = {"priority": sequence.priority}
+            children = [
+                Sequence(list(sequence.tokens), sequence.limit, **options) for _ in range(sequence.num_seqs - 1)
+            ]
+            scheduler.fork(sequence, children)
             self.family += children
             for member in (sequence, *children):
                 member.tokens.append(member.num_tokens)

@@ -112,13 +112,12 @@ def nothing_left(llm):
     assert llm.unfinished == llm.scheduler.num_waiting == llm.scheduler.num_seqs == 0
     assert pool.used == 0 and pool.references == [0] * pool.total and pool.free_host == pool.num_host_blocks
     assert pool.free + pool.cached == pool.total
-    assert not llm.requests.samples and not llm.scheduler.running and not llm.requests.ended
+    assert not llm.requests.live and not llm.scheduler.running and not llm.requests.ended
     assert not llm.requests.cancelled and not llm.stepping.locked()
     assert not pool.withheld and getattr(llm.core, "launched", None) is None
     assert not llm.model.blocks[-1]._forward_hooks
     if llm.speculation is not None:
         proposer = llm.speculation.proposer
-        assert not llm.speculation._states and not llm.speculation._observed
         if isinstance(proposer, DraftModel):
             assert proposer.pool.used == sum(len(kept.blocks) for kept in proposer._kept.values())
 
@@ -476,16 +475,18 @@ def test_a_draft_that_spoils_its_logits_is_not_observed(make_target, trained):
         return logits * float("nan") if len(calls) == 4 else logits
 
     target.forward = forward
-    llm.speculation._observed = Forgetful()
+    observe = llm.speculation.observe
+
+    def forgetful(step):
+        """As if every position before had been found in the prefix cache."""
+        for each, _ in step.plan.batch:
+            if each.drafting is not None:
+                each.drafting.observed = 0
+        observe(step)
+
+    llm.speculation.observe = forgetful
     [output] = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=8))
     assert output.error is None and output.answers[0].ids == list(generate(make_target(), PROMPTS[0], 8))
-
-
-class Forgetful(dict):
-    """As if every position before had been found in the prefix cache."""
-
-    def get(self, key, default=None):
-        return default
 
 
 def test_a_stream_closed_by_the_collector_while_drafts_are_made_only_marks(make_target):

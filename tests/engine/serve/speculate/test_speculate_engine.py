@@ -61,7 +61,7 @@ def naive(prompt, count, **options):
 
 
 def nothing_left(llm):
-    assert llm.pool.used == 0 and llm.pool.references == [0] * llm.pool.total and not llm.speculation._states
+    assert llm.pool.used == 0 and llm.pool.references == [0] * llm.pool.total
     if isinstance(llm.speculation.proposer, DraftModel):
         assert llm.speculation.proposer.pool.used == 0
 

@@ -160,7 +160,7 @@ def test_random_steps_lose_nothing_and_change_nothing(preemption):
     llm.step()
     pool, proposer = llm.pool, llm.speculation.proposer
     assert pool.used == 0 and pool.references == [0] * pool.total and pool.free_host == pool.num_host_blocks
-    assert not llm.requests.samples and not llm.speculation._states and not proposer.known and not proposer.observed
+    assert not llm.requests.live and not proposer.known and not proposer.observed
     drafted, accepted, preemptions, hit = totals
     assert ended > STEPS // 8 and cancelled and preemptions > STEPS // 20 and hit and llm.pool.copied
     assert 0.2 * drafted < accepted < 0.9 * drafted
