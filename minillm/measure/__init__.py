@@ -2,10 +2,10 @@
 
 from minillm.measure.ledger import Event, Ledger, Span, ledger, span
 from minillm.measure.machine import machine
-from minillm.measure.timeline import timeline
+from minillm.measure.timeline import save_trace, timeline, trace
 from minillm.measure.wire import wire
 
-__all__ = ["Event", "Ledger", "Span", "ledger", "machine", "memory", "span", "timeline", "wire"]
+__all__ = ["Event", "Ledger", "Span", "ledger", "machine", "memory", "save_trace", "span", "timeline", "trace", "wire"]
 
 
 def __getattr__(name: str):

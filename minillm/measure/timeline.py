@@ -1,18 +1,20 @@
-"""What every rank did, and when, as a picture.
+"""What every rank did, and when: one picture for people, one JSON file for Perfetto.
 
     rank 0  compute  [ forward ][ backward      ][ optimizer ]
             comm                  [all_reduce//////]             /// somebody waited for this part
     rank 1  ...
 
-It is drawn from ledgers: a ledger's `spans` (what the program said it was doing) lie on the compute lane, its `events`
-(what it communicated) on the comm lane. Times are `time.monotonic()`, which all ranks of one machine share; they are
-drawn from the earliest one on. What overlaps within a lane is stacked.
+Both read ledgers: a ledger's `spans` (what the program said it was doing) lie on the compute lane, its `events` (what
+it communicated) on the comm lane. Times are `time.monotonic()`, which all ranks of one machine share; they are drawn
+from the earliest one on. What overlaps within a lane is stacked.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ EDGE = {"edgecolor": "#444444", "linewidth": 0.5}
 
 @dataclass(frozen=True)
 class _Bar:
-    """Seconds from the earliest of all. bytes: of a communication."""
+    """One bar of the picture or one slice of the trace; seconds from the earliest of all."""
 
     name: str
     kind: str
@@ -42,7 +44,7 @@ class _Bar:
     end: float
     waited: float = 0.0
     emulated: bool = False
-    bytes: int | None = None
+    args: dict = field(default_factory=dict)
 
 
 def timeline(ledgers: Sequence) -> Figure:
@@ -80,6 +82,40 @@ def timeline(ledgers: Sequence) -> Figure:
     return figure
 
 
+def trace(ledgers: Sequence) -> dict:
+    """The same as a Chrome trace (load it at ui.perfetto.dev): a process per rank, threads per lane, microseconds."""
+    events = []
+    for rank, bars in enumerate(_bars(ledgers)):
+        events.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
+        events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
+        rows = [(lane, row) for lane in LANES for row in _stack(bar for bar in bars if STYLES[bar.kind][2] == lane)]
+        for thread, (lane, row) in enumerate(rows):
+            events.append(_metadata("thread_name", rank, thread, name=lane))
+            events += [
+                {
+                    "ph": "X",
+                    "name": bar.name,
+                    "cat": bar.kind,
+                    "pid": rank,
+                    "tid": thread,
+                    "ts": bar.start * 1e6,
+                    "dur": (bar.end - bar.start) * 1e6,
+                    "args": bar.args,
+                }
+                for bar in row
+            ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def save_trace(ledgers: Sequence, path: str | Path) -> Path:
+    """Writes `trace(ledgers)` to `path` and returns it. Raises ValueError if its folder does not exist."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: folder {path.parent} does not exist; create it first")
+    path.write_text(json.dumps(trace(ledgers)))
+    return path
+
+
 # From ledgers to bars.
 
 
@@ -103,7 +139,17 @@ def _span_bar(span, zero: float) -> _Bar:
 
 def _event_bar(event, zero: float) -> _Bar:
     waited = min(max(float(event.waited), 0.0), event.end - event.start)
-    return _Bar(event.op, "comm", event.start - zero, event.end - zero, waited, event.emulated, event.bytes)
+    args = {
+        "group": str(event.group),
+        "bytes": event.bytes,
+        "messages": event.messages,
+        "shape": list(event.shape),
+        "dtype": str(event.dtype),
+        "waited_ms": waited * 1e3,
+        "emulated": bool(event.emulated),
+        "counted": bool(getattr(event, "counted", True)),
+    }
+    return _Bar(event.op, "comm", event.start - zero, event.end - zero, waited, bool(event.emulated), args)
 
 
 def _stack(bars: Iterable[_Bar]) -> list[list[_Bar]]:
@@ -115,6 +161,10 @@ def _stack(bars: Iterable[_Bar]) -> list[list[_Bar]]:
             rows.append(free := [])
         free.append(bar)
     return rows
+
+
+def _metadata(what: str, process: int, thread: int, **args: object) -> dict:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
 
 
 # From bars to ink.
@@ -145,8 +195,8 @@ def _parts(bar: _Bar) -> Iterator[tuple[str, float, float]]:
 
 
 def _labels(bar: _Bar) -> Iterator[str]:
-    if bar.bytes is not None:
-        yield f"{bar.name}  {_size(bar.bytes)}"
+    if "bytes" in bar.args:
+        yield f"{bar.name}  {_size(bar.args['bytes'])}"
     yield bar.name
 
 

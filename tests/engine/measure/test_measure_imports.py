@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-PUBLIC = ("machine", "memory", "timeline", "wire")
+PUBLIC = ("machine", "memory", "save_trace", "timeline", "trace", "wire")
 
 
 ORDERS = (

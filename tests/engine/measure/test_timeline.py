@@ -1,11 +1,12 @@
-"""The timeline's picture, from ledgers of known times."""
+"""The timeline's picture and trace, from ledgers of known times."""
 
 import itertools
+import json
 from dataclasses import dataclass, field
 
 import pytest
 
-from minillm.measure import timeline
+from minillm.measure import save_trace, timeline, trace
 from minillm.measure.timeline import STYLES
 
 
@@ -24,7 +25,11 @@ class Event:
     end: float
     waited: float = 0.0
     emulated: bool = False
+    group: str = "dp"
     bytes: int = 3_000_000
+    messages: int = 6
+    shape: tuple = (1000, 750)
+    dtype: str = "float32"
 
 
 @dataclass
@@ -134,6 +139,36 @@ def test_the_notebook_shows_it_once_and_it_saves(tmp_path):
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
 
 
+def test_trace_is_a_process_per_rank_in_microseconds(tmp_path):
+    path = save_trace(ledgers(3, emulated=True), tmp_path / "trace.json")
+    data = json.loads(path.read_text())
+    assert data == trace(ledgers(3, emulated=True))
+    events = data["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == 3 * 5
+    for e in slices:
+        assert threads[e["pid"], e["tid"]] == ("comm" if e["cat"] == "comm" else "compute")
+    second = next(e for e in slices if e["pid"] == 1 and e["ts"] == pytest.approx(42_000))
+    assert (second["name"], second["dur"]) == ("all_reduce", pytest.approx(30_000))
+    assert second["args"] == {
+        "group": "dp",
+        "bytes": 3_000_000,
+        "messages": 6,
+        "shape": [1000, 750],
+        "dtype": "float32",
+        "waited_ms": pytest.approx(20),
+        "emulated": True,
+        "counted": True,
+    }
+    for a in slices:  # slices of one thread never overlap, so the viewer nests nothing by accident
+        for b in slices:
+            same = a is not b and (a["pid"], a["tid"]) == (b["pid"], b["tid"])
+            assert not same or a["ts"] + a["dur"] <= b["ts"] + 1e-3 or b["ts"] + b["dur"] <= a["ts"] + 1e-3
+
+
 def test_odd_ledgers():
     only_events = timeline([Ledger(events=[Event("send", 1.0, 1.0)]), Ledger()])  # no duration, and a silent rank
     assert len(only_events.axes[0].get_yticklabels()) == 2
@@ -143,10 +178,13 @@ def test_odd_ledgers():
 
 @pytest.mark.parametrize("rows", [[], [Ledger(), Ledger()]])
 def test_nothing_recorded_is_one_clear_sentence(rows):
-    with pytest.raises(ValueError, match="nothing to draw"):
-        timeline(rows)
+    for draw in (timeline, trace):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            draw(rows)
 
 
-def test_bad_input_is_one_clear_sentence():
+def test_bad_input_is_one_clear_sentence(tmp_path):
     with pytest.raises(ValueError, match="kind 'music'"):
         timeline([Ledger([Span("a", "music", 0, 1)])])
+    with pytest.raises(ValueError, match="does not exist; create it"):
+        save_trace(ledgers(1), tmp_path / "no" / "trace.json")
