@@ -18,9 +18,9 @@ DistributedDataParallel carry over (Li et al., "PyTorch Distributed", VLDB 2020)
     optimizer.step()
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -93,15 +93,10 @@ class _Replicated(nn.Module):
             self.reducer.expect()
         return self.module(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward inside only accumulates; the first one outside reduces the sum. torch's DDP decides by where forward
         runs, this class by where backward runs: keep both inside."""
-        before, self.reducer.sync = self.reducer.sync, False
-        try:
-            yield
-        finally:
-            self.reducer.sync = before
+        return self.reducer.syncing(False)
 
     def finish(self) -> None:
         """Wait until every gradient is reduced. Backward ends with it; calling it again does nothing. A rank whose loss

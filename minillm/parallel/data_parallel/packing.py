@@ -28,13 +28,9 @@ class Bucket:
     padded: int
     hook_state: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parameters[0].dtype
-
     def empty(self) -> Tensor:
         """A flat tensor for this bucket: [padded]; only the padding is initialised, to zeros."""
-        flat = torch.empty(self.padded, dtype=self.dtype, device=self.parameters[0].device)
+        flat = self.parameters[0].detach().new_empty(self.padded)
         flat[self.numel :] = 0
         return flat
 

@@ -11,7 +11,8 @@ the same order on every rank, which is what keeps collectives from crossing. (Li
 Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +86,15 @@ class Reducer:
     def reduces(self) -> bool:
         """Whether the next backward will be reduced."""
         return self.sync and not self.is_closed
+
+    @contextlib.contextmanager
+    def syncing(self, sync: bool) -> Iterator[None]:
+        """Inside, whether a backward is reduced, or gradients only accumulate."""
+        before, self.sync = self.sync, sync
+        try:
+            yield
+        finally:
+            self.sync = before
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         """After autograd has added to p.grad: move it into its bucket; start what is complete."""

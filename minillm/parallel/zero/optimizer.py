@@ -14,8 +14,8 @@ frees a bucket as soon as it is reduced, so that gradients at rest take 1/N as w
                                would need the full gradients that are freed; DeepSpeed forbids it)
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +97,10 @@ class ZeroOptimizer(SlicedOptimizer):
             placed |= shard.placements
         super().__init__(make, slices, placed, settings.norm_group, home)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """A context for every microbatch but the last: stage 1 accumulates without communication, stage 2 reduces all
         the same."""
-        before, self.reducer.sync = self.reducer.sync, self.stage == 2
-        try:
-            yield
-        finally:
-            self.reducer.sync = before
+        return self.reducer.syncing(self.stage == 2)
 
     def prepare_gradients(self) -> None:
         """Gives all slices their gradients at once, also to master and offloaded ones, for loops that see or change

@@ -248,18 +248,10 @@ class Hybrid(SingleDevice):
         finally:
             self._documents = ()
 
-    @contextlib.contextmanager
-    def _holding_back(self) -> Iterator[None]:
+    def _holding_back(self) -> contextlib.AbstractContextManager[None]:
         """While a pipeline runs, gradients add up on this rank and nothing is reduced over replicas."""
         reducer = getattr(self.stepped if self.layout.zero in (1, 2) else self.module, "reducer", None)
-        if reducer is None:
-            yield
-            return
-        reducer.sync = False
-        try:
-            yield
-        finally:
-            reducer.sync = True
+        return reducer.syncing(False) if reducer else contextlib.nullcontext()
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
         if last or (self.layout.zero == 0 and self.module is self.model):
