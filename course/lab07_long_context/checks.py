@@ -15,6 +15,7 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
+from course.shared.diagnose import expect_tensor
 from course.shared.measuring import count_flops, one_thread
 from course.shared.new_tensors import NewTensors
 from minillm.model import dense
@@ -90,9 +91,7 @@ def expect_tensors(found: Any, right: Sequence[Tensor], names: Sequence[str]) ->
             f"you returned {type(found).__name__}; the exercise asks for {len(right)}: {', '.join(names)}"
         )
     for name, mine, wanted in zip(names, found, right, strict=True):
-        if not isinstance(mine, Tensor) or mine.shape != wanted.shape:
-            shape = list(mine.shape) if isinstance(mine, Tensor) else type(mine).__name__
-            raise CheckFailed(f"{name} is {shape}; the exercise asks for a tensor {list(wanted.shape)}")
+        expect_tensor(name, mine, wanted.shape)
 
 
 def _off(mine: Tensor, wanted: Tensor) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
+from course.shared.diagnose import expect_tensor
 
 HIDDEN = 3
 
@@ -103,9 +104,7 @@ def expect_pair(what: str, found: Any, names: Sequence[str], shape: list[int]) -
     if not isinstance(found, (tuple, list)) or len(found) != 2:
         raise CheckFailed(f"you returned {type(found).__name__}; the exercise asks for two: {' and '.join(names)}")
     for name, each in zip(names, found, strict=True):
-        if not isinstance(each, Tensor) or list(each.shape) != shape:
-            got = list(each.shape) if isinstance(each, Tensor) else type(each).__name__
-            raise CheckFailed(f"{what}: {name} is {got}; the exercise asks for a tensor {shape}")
+        expect_tensor(f"{what}: {name}", each, shape)
     return found[0], found[1]
 
 
@@ -155,9 +154,7 @@ def _judge_sorting(name: str, dispatch: Callable, combine: Callable, experts: Te
             for token, own in enumerate(experts.tolist())
         ]
     )
-    if not isinstance(out, Tensor) or out.shape != right.shape:
-        got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise CheckFailed(f"{name}: combine returned {got}; the exercise asks for a tensor {list(right.shape)}")
+    expect_tensor(f"{name}: what combine returned", out, right.shape)
     if not torch.allclose(out, right, rtol=1e-9, atol=1e-9):
         raise CheckFailed(f"{name}: combine gives wrong sums", evidence=out.detach())
     upstream = torch.randn_like(right)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.shared.diagnose import expect_number
+from course.shared.diagnose import expect_number, expect_tensor
 from minillm.predict.training import moe
 
 # Capacity.
@@ -34,9 +34,7 @@ def check_capacity(learner: Callable) -> Receipt:
         name = f"{tokens} tokens, top {k} of {num_experts}, {capacity} places each"
         if not torch.equal(given, experts):
             raise CheckFailed(f"{name}: you changed the tensor you were given; return a new one")
-        if not isinstance(found, Tensor) or found.shape != experts.shape:
-            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise CheckFailed(f"{name}: you returned {got}; the exercise asks for a tensor {list(experts.shape)}")
+        expect_tensor(f"{name}: what you returned", found, experts.shape)
         if found.dtype.is_floating_point or found.dtype == torch.bool:
             raise CheckFailed(
                 f"you returned {found.dtype}; the exercise asks for numbers of experts, and -1 where one is full"
@@ -100,9 +98,7 @@ def check_balance(learner: Callable) -> Receipt:
         if abs(loss - right) > 1e-6:
             raise CheckFailed(f"{name}: the loss is {right:.6f}, you found {loss:.6f}", evidence=loss)
         wanted = _differences(logits, experts)
-        if not isinstance(gradient, Tensor) or gradient.shape != logits.shape:
-            got = list(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
-            raise CheckFailed(f"{name}: the gradient is {got}; the exercise asks for a tensor {list(logits.shape)}")
+        expect_tensor(f"{name}: the gradient", gradient, logits.shape)
         off = (gradient.detach() - wanted).abs().max().item()
         if not off < 1e-6:
             raise CheckFailed(

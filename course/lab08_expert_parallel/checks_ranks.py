@@ -22,7 +22,7 @@ from course.lab08_expert_parallel.rank_programs import (
     run_exchange,
     run_gradients,
 )
-from course.shared.diagnose import whole_numbers
+from course.shared.diagnose import expect_tensor, whole_numbers
 from course.shared.trials import run
 from minillm.predict import comms
 from minillm.predict.training import moe
@@ -184,9 +184,7 @@ def _judge_gradients(case: Layer, found: Sequence[Averaged]) -> list:
         own = of_experts[each * (rank % case.ep) :][:each]
         for name, mine, wanted in (("router", did.router, of_router), ("experts", did.experts, own)):
             where = f"ep {case.ep}, rank {rank}: the gradient of the {name}"
-            if not isinstance(mine, Tensor) or mine.shape != wanted.shape:
-                got = list(mine.shape) if isinstance(mine, Tensor) else type(mine).__name__
-                raise CheckFailed(f"{where} is {got}; the exercise asks for a tensor {list(wanted.shape)}")
+            expect_tensor(where, mine, wanted.shape)
             if not torch.allclose(mine, wanted, rtol=1e-9, atol=1e-12):
                 raise CheckFailed(f"{where} is not that of one process{_times(mine, wanted)}", evidence=evidence)
             worst = max(worst, (mine - wanted).abs().max().item())

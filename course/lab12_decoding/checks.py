@@ -21,7 +21,7 @@ from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import GARBAGE, Cache, WatchedModel, recompute
 from course.lab12_decoding.traffic import MemoryTraffic
-from course.shared.diagnose import expect_list
+from course.shared.diagnose import expect_list, expect_tensor
 from course.shared.measuring import one_thread
 from minillm.model import ModelConfig, Transformer, dense
 
@@ -105,9 +105,7 @@ def _judge_cache(who: str, after: tuple, before: tuple, new: tuple, start: int, 
 
 
 def _judge_output(who: str, found: Any, wanted: Tensor, start: int) -> None:
-    if not isinstance(found, Tensor) or found.shape != wanted.shape:
-        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise CheckFailed(f"{who}: you returned {got}; the exercise asks for a tensor {list(wanted.shape)}, like q")
+    expect_tensor(f"{who}: what you returned", found, wanted.shape)
     if not torch.isfinite(found).all():
         raise CheckFailed(
             f"{who}: the output is not finite. Places that nothing was written to hold NaN here: write k and v before "

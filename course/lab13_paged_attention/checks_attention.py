@@ -13,6 +13,7 @@ from torch import Tensor
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab13_paged_attention import formulas as predict
+from course.shared.diagnose import expect_tensor
 from course.shared.measuring import one_thread
 from course.shared.new_tensors import NewTensors
 
@@ -79,9 +80,7 @@ def _case(context: int, spread: float) -> tuple[Tensor, Tensor, Tensor, list[int
 
 def _judge(found, case, spread: float) -> float:
     q, _, _, table, context = case
-    if not isinstance(found, Tensor) or found.shape != q.shape:
-        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise CheckFailed(f"you returned {got}; the exercise asks for a tensor of shape {tuple(q.shape)}, as q")
+    expect_tensor("what you returned", found, q.shape)
     right = _over_all(case)
     if not torch.isfinite(found).all():
         raise CheckFailed(_say_not_finite(context, spread, table))

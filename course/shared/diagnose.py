@@ -36,6 +36,13 @@ def expect_list(found: Any, asked: str, who: str = "you", *, count: int | None =
     return list(found)
 
 
+def expect_tensor(what: str, found: Any, shape: Sequence[int]) -> None:
+    """CheckFailed unless `found` is a tensor of this shape."""
+    if not isinstance(found, torch.Tensor) or list(found.shape) != list(shape):
+        got = list(found.shape) if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+        raise CheckFailed(f"{what} is {got}; the exercise asks for a tensor {list(shape)}")
+
+
 def expect_like(who: str, result: Any, expected: torch.Tensor, returns: str) -> None:
     """CheckFailed unless `result` is a tensor of the expected size and dtype; `returns` says what is asked for."""
     if not isinstance(result, torch.Tensor):

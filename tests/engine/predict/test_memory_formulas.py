@@ -103,6 +103,15 @@ def test_accumulation_and_recomputation(precision, options):
     assert (step.most("activations"), step.peak.total) == pytest.approx((found.activation, found.total), rel=0.02)
 
 
+@pytest.mark.parametrize("moe", [MoEConfig(8, 2, 48, shared_experts=1), MoEConfig(4, 1, 64, normalize=False)])
+@pytest.mark.parametrize("batch, seq, accumulate", [(4, 64, 1), (1, 16, 3), (8, 96, 3)])
+def test_a_whole_step_of_experts(moe, batch, seq, accumulate):
+    config = ModelConfig(256, 64, 176, 4, 8, 4, max_seq_len=128, moe=moe)
+    found = held_in_a_step(config, "fp32", batch, seq, accumulate=accumulate)
+    step = training_step(config, batch, seq, accumulate=accumulate)
+    assert (step.most("activations"), step.peak.total) == pytest.approx((found.activation, found.total), rel=0.01)
+
+
 def test_moments_of_the_peak():
     config = SHAPES["biases, wide"]
     assert training_step(config, 8, 96, "bf16").fullest == "loss"
