@@ -1,12 +1,14 @@
 """Debugging: the course's answer to an exercise with one known mistake in it, and the check that it fails.
 
 The mistakes are those which the labs' checks recognise (`course/lab*/mistakes.py`) and which are edits of the right
-answer. What was wrong is said by the mistake's own sentence, or by its name where the check itself explains it.
+answer. What was wrong is said by the mistake's own sentence, or in causes.toml where the check itself explains it.
 """
 
 import ast
+import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 from course.kit import course, exercises, masters
 from course.kit.exercises import Answer, Edits
@@ -47,7 +49,13 @@ def bug(name: str) -> Bug:
     rest = given.removeprefix(wording.as_comment(f"{exercise}, {whole.minutes} minutes\n\n{whole.statement}")).strip()
     parts = [heading, *needed, rest, f"{_FOUND}\n{body}"]
     stub = "\n\n".join(filter(None, parts)) + "\n"
-    return Bug(replace(whole, minutes=MINUTES, stub=stub), answer.says or f"{label.replace('-', ' ')}.")
+    return Bug(replace(whole, minutes=MINUTES, stub=stub), answer.says or _causes()[exercise][label])
+
+
+@cache
+def _causes() -> dict[str, dict[str, str]]:
+    """By exercise and mistake."""
+    return tomllib.loads((Path(__file__).parent / "causes.toml").read_text(encoding="utf-8"))
 
 
 def _is_shown(answer: Answer) -> bool:
