@@ -1,7 +1,7 @@
 """Lab 03, data parallel: gradients averaged, packed into buckets, and sent while backward still runs.
 
 Every check trains replicas on real ranks for a few steps (`rank_programs.py`) and asks: does each gradient equal that
-of one process on the whole batch, do replicas stay equal to the bit, and do the ledger and the order of events show the
+of one process on the whole batch, do replicas stay bit-identical, and do the ledger and the order of events show the
 mechanism? Overlap and accumulation are in `checks_overlap.py`, what is sent at all in `checks_weights.py`.
 """
 

@@ -89,7 +89,7 @@ TOKENS = tuple(product(*(range(SIZES[axis]) for axis in DATA)))  # parts of the 
         "Take two ranks that differ in one axis only. Do they hold the same numbers of this parameter? And if so, "
         "did they compute the same gradient, or gradients of other tokens?",
         "Same numbers, other tokens: add up. Same numbers, same tokens: both have the same gradient already, and "
-        "adding counts it twice. Other numbers: never add; each belongs into the sum of squares.",
+        "adding counts it twice. Other numbers: never add; each belongs in the sum of squares.",
         "Nearly everything is summed over the token axes copies, ep and cp. A norm under sequence parallelism saw 1/tp "
         "of the sequence: tp as well. An expert has seen the tokens of all its ep ranks, which hold other experts: "
         "without ep. A tied table is used in two stages: with pp.",

@@ -622,7 +622,7 @@ receipts.interview_numbers()
 # through a table is at best as quick as over one piece.
 # </details>
 #
-# **2. What belongs into the key of a cached block?**
+# **2. What belongs in the key of a cached block?**
 # <details><summary>Answer</summary>
 #
 # All tokens up to its end, in full (chained); everything else that changes keys and values: adapter, images in place of

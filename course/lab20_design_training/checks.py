@@ -41,7 +41,7 @@ def check_state_bytes(learner: Any) -> list[Row]:
     minutes=10,
     difficulty=2,
     hints=(
-        "How often does the *job* fail, if any of its devices stops it? And what does a failure cost in the mean, "
+        "How often does the *job* fail, if any of its devices stops it? And what does a failure cost on average, "
         "if you save every t seconds?",
         "The wasted share is save / t + (t / 2 + restart) / mtbf, with mtbf = device_mtbf / devices. Where is its "
         "slope 0?",

@@ -62,7 +62,7 @@ mistake(
     "save-interval",
     "root without 2",
     {"2 * save_s": "save_s"},
-    says="Half an interval is lost in the mean, not a whole one: √(2 · save · MTBF).",
+    says="Half an interval is lost on average, not a whole one: √(2 · save · MTBF).",
 )
 mistake(
     "save-interval",
@@ -74,7 +74,7 @@ mistake(
     "save-interval",
     "a whole interval lost",
     {"interval / 2": "interval"},
-    says="The interval is right; a failure falls in its middle in the mean.",
+    says="The interval is right; a failure falls in its middle on average.",
 )
 mistake(
     "save-interval",

@@ -1,12 +1,14 @@
 """Debugging: the course's answer to an exercise with one known mistake in it, and the check that it fails.
 
 The mistakes are those which the labs' checks recognise (`course/lab*/mistakes.py`) and which are edits of the right
-answer. What was wrong is said by the mistake's own sentence, or by its name where the check itself explains it.
+answer. What was wrong is said by the mistake's own sentence, or in causes.toml where the check itself explains it.
 """
 
 import ast
+import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from textwrap import dedent, indent
 
 from course.kit import course, exercises, masters
@@ -59,7 +61,13 @@ def bug(name: str) -> Bug:
     parts = [heading, *needed, rest, f"{_FOUND}\n{body}"]
     stub = "\n\n".join(filter(None, parts)) + "\n"
     edits = tuple((dedent(right), dedent(wrong)) for right, wrong in answer.given.texts.items())
-    return Bug(replace(whole, minutes=MINUTES, stub=stub), answer.says or f"{label.replace('-', ' ')}.", edits)
+    return Bug(replace(whole, minutes=MINUTES, stub=stub), answer.says or _causes()[exercise][label], edits)
+
+
+@cache
+def _causes() -> dict[str, dict[str, str]]:
+    """By exercise and mistake."""
+    return tomllib.loads((Path(__file__).parent / "causes.toml").read_text(encoding="utf-8"))
 
 
 def _is_shown(answer: Answer) -> bool:

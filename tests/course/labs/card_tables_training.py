@@ -206,6 +206,8 @@ WORKED = {
 }  # fmt: skip
 
 COUNTS = {
+    "Logits of 8,192": {16: "bits of a narrower type"},
+    "Does 1F1B change": {64: "bits of a double"},
     "Packed documents": {0: "the first position"},
     "Gradient compression to int8": {32: "bits of a float"},
     "Why does the fullest expert": {1.5: "the load that the sentence supposes: the time is as much longer"},

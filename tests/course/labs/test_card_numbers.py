@@ -14,6 +14,8 @@ from card_formulas import FORMULAS
 from card_numbers import Said, Worked, equal, near, parts
 from card_words import IN_WORDS, WORD
 
+from course.lab24_interview import deck
+
 TABLES = (card_tables_training, card_tables_serving, card_tables_systems)
 WORKED = {start: worked for table in TABLES for start, worked in table.WORKED.items()}
 NAMED = [table for module in TABLES for table in (module.COUNTS, getattr(module, "FACTS", {}))]
@@ -120,3 +122,11 @@ def test_a_share_in_words_is_what_another_computation_gives(start):
     for phrase, entry in IN_WORDS[start].items():
         assert any(phrase in text for text in texts), f"{phrase!r} is not said"
         assert isinstance(entry, str) or entry[0] == pytest.approx(entry[1], rel=0.03), phrase
+
+
+def test_every_card_is_followed_up_twice():
+    for card in deck.deck():
+        questions, replies = zip(*card.next_asked, strict=True)
+        assert len(set(questions)) == len(questions) >= 2 and len(set(replies)) == len(replies), card.question
+        assert all(question.endswith(("?", ".")) for question in questions), card.question
+        assert all(reply.endswith((".", "?")) for reply in replies), card.question
