@@ -14,5 +14,5 @@ The same for the trainer in this repository, which can be held to what it does (
 
 Inputs: `architectures.py` (models) and `clusters.py` (devices and links), both tables with sources. `published.py`
 holds runs whose layout and speed are public. `fit.py` takes five constants from one half of them, and the other half
-judges.
+judges. `published_memory.py` holds peaks of memory that are public; nothing is fitted to them.
 """
