@@ -133,7 +133,7 @@ def _bug(name: str, table: Table) -> str:
     bug = bugs.bug(name)
     table.say(f"{bug.task.statement}\n\nThe program in the file does this, but for one mistake. Find it and mend it.")
     outcome = _written(bug.task, name, table, "s shows the cause")
-    table.say(bug.explained)
+    table.say(bugs.explained(name))
     return outcome
 
 
