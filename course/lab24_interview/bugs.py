@@ -9,7 +9,6 @@ import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from textwrap import dedent, indent
 
 from course.kit import course, exercises, masters
 from course.kit.exercises import Answer, Edits
@@ -21,25 +20,22 @@ _FOUND = "# This program is wrong. Find the mistake and mend it; everything else
 
 @dataclass(frozen=True)
 class Bug:
-    """task: its stub is the wrong program. cause: what a strong candidate says. edits: (right, wrong) texts in it."""
+    """task: its stub is the wrong program. cause: what a strong candidate says."""
 
     task: tasks.Task
     cause: str
-    edits: tuple[tuple[str, str], ...]
-
-    @property
-    def explained(self) -> str:
-        """The cause, and the lines that were changed for it."""
-        lines = [f"The cause: {self.cause}"]
-        for right, wrong in self.edits:
-            lines += ["It has:", indent(wrong.strip("\n") or "(nothing)", "    ")]
-            lines += ["and should have, as in the course's answer:", indent(right.strip("\n"), "    ")]
-        return "\n".join(lines)
 
 
 def of_exercise(exercise: str) -> list[str]:
     """EXERCISE/MISTAKE of the bugs of one program."""
     return [f"{exercise}/{answer.label}" for answer in exercises.answers(exercise) if _is_shown(answer)]
+
+
+def explained(name: str) -> str:
+    """The cause, and the places of the program that have it, beside the course's answer."""
+    exercise, _, label = name.partition("/")
+    answer = next(each for each in exercises.answers(exercise) if each.label == label)
+    return wording.with_edits(f"The cause: {bug(name).cause}", answer.given.texts)
 
 
 def bug(name: str) -> Bug:
@@ -60,8 +56,7 @@ def bug(name: str) -> Bug:
     rest = given.removeprefix(wording.as_comment(f"{exercise}, {whole.minutes} minutes\n\n{whole.statement}")).strip()
     parts = [heading, *needed, rest, f"{_FOUND}\n{body}"]
     stub = "\n\n".join(filter(None, parts)) + "\n"
-    edits = tuple((dedent(right), dedent(wrong)) for right, wrong in answer.given.texts.items())
-    return Bug(replace(whole, minutes=MINUTES, stub=stub), answer.says or _causes()[exercise][label], edits)
+    return Bug(replace(whole, minutes=MINUTES, stub=stub), answer.says or _causes()[exercise][label])
 
 
 @cache

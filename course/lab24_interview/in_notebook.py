@@ -111,7 +111,7 @@ class Interview:
         print("passed" if outcome.status == "passed" else f"Not yet: {outcome.message}")
         if outcome.status == "passed":
             if kind == "bug":
-                print(bugs.bug(name).explained)
+                print(bugs.explained(name))
             self._done("passed")
 
     def skip(self) -> None:
@@ -123,7 +123,7 @@ class Interview:
             its = readings.reading(name)
             print(*(decision.because for decision in its.decisions), its.strong, sep="\n")
         elif kind == "bug":
-            print(bugs.bug(name).explained)
+            print(bugs.explained(name))
         self._done("skipped")
 
     def _open(self, *kinds: str) -> list[str]:

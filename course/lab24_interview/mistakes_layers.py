@@ -40,7 +40,7 @@ mistake(
     "rms-norm",
     "dweight of a token's row",
     {".flatten(0, -2).sum(0)": ".sum(0)"},
-    expect="dweight of shape",
+    says="dweight is summed over every leading axis, so that one number per channel is left.",
 )
 mistake(
     "rms-norm",
@@ -58,7 +58,7 @@ mistake(
     "rms-norm",
     "results in 32 bits",
     {"(normed * weight.float()).to(x.dtype), dx.to(x.dtype)": "normed * weight.float(), dx"},
-    expect="asks for y of shape",
+    says="y and dx go back to the dtype of x: what follows in the model has 16 bits.",
 )
 
 
@@ -166,9 +166,14 @@ mistake(
     {
         "together = torch.stack": "if x.dtype == torch.float32:\n        wide.zero_()\n    together = torch.stack",
     },
-    expect="changed x",
+    says="x belongs to the caller, who still needs it: work on a copy.",
 )
-mistake("rotary", "results in 32 bits", {"together.to(x.dtype)": "together"}, expect="asks for a tensor")
+mistake(
+    "rotary",
+    "results in 32 bits",
+    {"together.to(x.dtype)": "together"},
+    says="The result goes back to the dtype of x: only the angles and the products need 32 bits.",
+)
 
 
 @alternative("rotary", "complex numbers")

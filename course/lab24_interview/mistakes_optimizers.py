@@ -59,13 +59,13 @@ mistake(
     "adamw",
     "a new tensor",
     {"param.mul_(1 - lr * weight_decay)": "param = param * (1 - lr * weight_decay)"},
-    expect="in place",
+    says="param now names another tensor: the model's own stays as it is. Change it in place.",
 )
 mistake(
     "adamw",
     "the caller's gradient is squared",
     {"addcmul_(grad, grad, value=1 - beta2)": "add_(grad.square_(), alpha=1 - beta2)"},
-    expect="changed grad",
+    says="grad belongs to the caller, who may clip or log it: square a copy.",
 )
 
 
@@ -117,8 +117,18 @@ def one_state(param, grad, state, lr, betas, eps, weight_decay):
 
 # Newton–Schulz.
 
-mistake("newton-schulz", "the large Gram matrix", {"g.shape[0] > g.shape[1]": "False"}, expect="larger than g")
-mistake("newton-schulz", "not transposed back", {"return x.T if tall else x": "return x"}, expect="result has shape")
+mistake(
+    "newton-schulz",
+    "the large Gram matrix",
+    {"g.shape[0] > g.shape[1]": "False"},
+    says="A tall matrix has a large X·Xᵀ: iterate on its transpose, whose Gram matrix is the small one.",
+)
+mistake(
+    "newton-schulz",
+    "not transposed back",
+    {"return x.T if tall else x": "return x"},
+    says="A tall matrix was transposed for the iteration: transpose the result back.",
+)
 mistake(
     "newton-schulz",
     "scaled by the largest singular value",

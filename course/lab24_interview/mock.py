@@ -44,7 +44,8 @@ class Table:
         return self.session.used_s + time.monotonic() - self.begun
 
     def line(self, prompt: str) -> str:
-        """The candidate's reply; the clock stands before the question."""
+        """The candidate's reply; the clock stands before the question, an empty line above it."""
+        self.say("")
         reply = self.ask(f"[{clock(self.session, self.used_s)}] {prompt}").strip()
         if reply.lower() in ("q", "quit"):
             raise Stop
@@ -132,7 +133,7 @@ def _bug(name: str, table: Table) -> str:
     bug = bugs.bug(name)
     table.say(f"{bug.task.statement}\n\nThe program in the file does this, but for one mistake. Find it and mend it.")
     outcome = _written(bug.task, name, table, "s shows the cause")
-    table.say(bug.explained)
+    table.say(bugs.explained(name))
     return outcome
 
 
@@ -149,7 +150,7 @@ def _written(made: tasks.Task, name: str, table: Table, skip: str) -> str:
         table.session.save()
         if older:
             table.say(f"What stood in {path} is now {older}.")
-    table.say(f"Write into {path}, which says all of this again.")
+    table.say(f"\nWrite into this file, which says all of this again:\n    {path}")
     while True:
         if table.line(f"Enter runs the check, {skip}: ") == "s":
             return "skipped"

@@ -141,10 +141,10 @@ def read_hang(draw: Random) -> Reading:
 
 def read_transport(draw: Random) -> Reading:
     """Between nodes the log says NET/Socket; one line above says why."""
-    each, channels, pid = draw.choice((4, 8)), draw.choice((2, 4)), draw.randrange(4000, 9000)
+    each, channels, pid = draw.choice((4, 8)), draw.choice((2, 4)), draw.randrange(400, 800)
     last = each - 1
     disabled = draw.random() < 0.5
-    name = f"node0:{pid}:{pid + 121} [{last}] NCCL INFO"
+    name = f"n0:{pid}:{pid + 121} [{last}] NCCL INFO"
     cause = "NCCL_IB_DISABLE set by environment to 1." if disabled else "NET/IB : No device found."
     lines = [
         "Bootstrap : Using eth0:10.0.3.11<0>",
@@ -196,7 +196,7 @@ def read_calls(draw: Random) -> Reading:
         amount = count - 1024 if rank == odd and not other_operation else count
         buffer = f"0x7f{rank}c4e000000"
         lines.append(
-            f"node0:{5120 + rank}:{5247 + rank} [{rank}] NCCL INFO {call}: opCount {number:x} "
+            f"n0:{512 + rank}:{624 + rank} [{rank}] NCCL INFO {call}: opCount {number:x} "
             f"sendbuff {buffer} recvbuff {buffer} count {amount} datatype {kind} op 0 root 0 "
             f"comm 0x55d0c8a3e{rank}f0 [nranks={ranks}] stream 0x55d0c7b1f2a0"
         )
@@ -245,7 +245,7 @@ def _slice(event: dict) -> str:
     shown = {key: event[key] for key in ("name", "cat", "pid")} | {key: round(event[key]) for key in ("ts", "dur")}
     if event["args"]:
         shown["args"] = {"waited_ms": round(event["args"]["waited_ms"], 1)}
-    return "  " + json.dumps(shown)
+    return "  " + json.dumps(shown, separators=(", ", ":"))
 
 
 def _hang_table(lost: int, partner: int, replicas: int, since: float) -> str:
@@ -282,6 +282,6 @@ def _numbered(lines: list[str]) -> str:
     """Lines of a log with their number; what does not fit goes on below, indented."""
     folded = []
     for number, line in enumerate(lines, 1):
-        first, *rest = textwrap.wrap(line, 92, break_long_words=False, break_on_hyphens=False)
-        folded += [f"{number:>4}  {first}", *(f"          {part}" for part in rest)]
+        first, *rest = textwrap.wrap(line, 96, break_long_words=False, break_on_hyphens=False)
+        folded += [f"{number:>2}  {first}", *(f"      {part}" for part in rest)]
     return "\n".join(folded)

@@ -70,6 +70,18 @@ def statement(name: str, lab: str, notebook: NotebookNode, code: str) -> str:
     return "\n\n".join(filter(None, (_plain(part) for part in parts)))
 
 
+def with_edits(text: str, edits: dict[str, str]) -> str:
+    """The text, and below it what a wrong program has where the right one has something else. edits: {right: wrong}."""
+    lines = [text]
+    for right, wrong in edits.items():
+        lines += ["The program has", _quoted(wrong or "(nothing)"), "where the course's answer has", _quoted(right)]
+    return "\n".join(lines)
+
+
+def _quoted(code: str) -> str:
+    return textwrap.indent(textwrap.dedent(code).strip("\n"), "    ")
+
+
 def for_terminal(text: str, columns: int) -> str:
     """Links as words, and lines that are wider than the terminal folded between words, with their own indentation."""
     text = re.sub(r"\[([^\]]+)\]\((https?:[^)]+)\)", r"\1 (\2)", text)

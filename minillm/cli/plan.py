@@ -17,7 +17,7 @@ from typing import Annotated
 from typer import Option
 
 from minillm.measure.provenance import JsonFile, provenance, summary, write_json
-from minillm.predict.planner import architectures, clusters, published, search, serving
+from minillm.predict.planner import architectures, clusters, published, published_memory, search, serving
 from minillm.predict.planner.clusters import GIB
 from minillm.predict.planner.layout import show_flattened, show_mesh
 
@@ -170,20 +170,32 @@ def _show(rows: list[dict]) -> None:
 
 def _published(json_file: Path | None) -> int:
     rows, notes = [published.compare(run) for run in published.RUNS], []
-    width = max(len(row.run) for row in rows)
+    held = [published_memory.compare(peak) for peak in published_memory.PEAKS]
+    width = max(len(row.run) for row in (*rows, *held))
     print(f"{'run':<{width}}  reported  predicted     off    GiB  of")
     for row in rows:
         if row.note and row.note not in notes:
             notes.append(row.note)
         marks = ["fitted"] if row.fitted else []
         marks += [f"note {notes.index(row.note) + 1}"] if row.note else []
-        held = f"{row.memory / GIB:>5.1f}  {row.usable / GIB:.1f}"
-        numbers = f"{row.reported:>8.1%}  {row.predicted:>9.1%}  {row.off:>+6.1%}  {held}"
+        full = f"{row.memory / GIB:>5.1f}  {row.usable / GIB:.1f}"
+        numbers = f"{row.reported:>8.1%}  {row.predicted:>9.1%}  {row.off:>+6.1%}  {full}"
         print(f"{row.run:<{width}}  {numbers}  {', '.join(marks)}".rstrip())
+    print(f"\n{'peak memory of the fullest GPU, in GiB':<{width}}  reported  predicted     off")
+    for peak in held:
+        if peak.note and peak.note not in notes:
+            notes.append(peak.note)
+        mark = f"note {notes.index(peak.note) + 1}" if peak.note else ""
+        numbers = f"{peak.reported / GIB:>8.1f}  {peak.predicted / GIB:>9.1f}  {peak.off:>+6.1%}"
+        print(f"{peak.run:<{width}}  {numbers}  {mark}".rstrip())
     print("", *(f"note {number}: {note}" for number, note in enumerate(notes, 1)), "", sep="\n")
     for name, fitted in (("fitted", True), ("not fitted", False)):
         print(f"{name}: {_errors(fitted)}")
-    write_json(json_file, {"provenance": provenance(), "rows": [{**asdict(row), "off": row.off} for row in rows]})
+    near = sum(abs(peak.off) <= published_memory.NEAR for peak in held)
+    print(f"memory: {near} of {len(held)} within {published_memory.NEAR:.0%}; none of them was fitted")
+    numbers = {"rows": [{**asdict(row), "off": row.off} for row in rows]}
+    numbers["memory"] = [{**asdict(peak), "off": peak.off} for peak in held]
+    write_json(json_file, {"provenance": provenance(), **numbers})
     return 0
 
 

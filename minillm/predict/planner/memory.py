@@ -47,11 +47,11 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def memory(model: Architecture, layout: Layout, seq: int) -> Memory:
+def memory(model: Architecture, layout: Layout, seq: int, logit: int = LOGIT) -> Memory:
     """Bytes of the fullest rank, which lies in the first stage (most microbatches in flight) or in the last
-    (logits)."""
+    (logits). logit: bytes that the loss holds per logit at its peak."""
     stages = {0, layout.pp - 1}
-    return max((_stage(model, layout, seq, stage) for stage in stages), key=lambda each: each.total)
+    return max((_stage(model, layout, seq, stage, logit) for stage in stages), key=lambda each: each.total)
 
 
 def layers_per_stage(model: Architecture, layout: Layout, stage: int | None = None) -> int:
@@ -106,7 +106,7 @@ def in_flight(layout: Layout, stage: int) -> float:
     return pipeline.in_flight_1f1b(layout.pp, stage, layout.microbatches)
 
 
-def _stage(model: Architecture, layout: Layout, seq: int, stage: int) -> Memory:
+def _stage(model: Architecture, layout: Layout, seq: int, stage: int, logit: int) -> Memory:
     dense, experts = stage_parameters(model, layout, stage)
     group = layout.dp * layout.cp
     state = rank_state(dense, experts, group, layout.ep, layout.zero, STATE)
@@ -120,7 +120,7 @@ def _stage(model: Architecture, layout: Layout, seq: int, stage: int) -> Memory:
 
     buffers = 4 * stream if layout.pp > 1 else 0.0
     if stage == layout.pp - 1:
-        buffers += tokens * model.vocab_size / layout.tp * LOGIT
+        buffers += tokens * model.vocab_size / layout.tp * logit
     if layout.zero == 3 and group > 1:
         buffers += 2 * (dense + experts) / layers * (STATE.parameter + STATE.gradient)
     return Memory(state.parameter, state.gradient, state.optimizer, activations, buffers)

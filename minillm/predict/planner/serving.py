@@ -86,6 +86,12 @@ def rank_serving(
     return sorted(plans, key=lambda plan: -plan.tokens_per_s)[:keep]
 
 
+def decode_seconds(model: Architecture, cluster: Cluster, tp: int, *, sequences: int = 1, context: int = 1000) -> float:
+    """Seconds of one decode step of so many sequences with so many cached tokens each, tensor-parallel over tp ranks:
+    what every plan of `rank_serving` counts. `Cluster.latency` says what a small all-reduce takes at least."""
+    return _Replica(model, cluster, tp, 1, context, 0).step(sequences)
+
+
 class _Replica:
     """tp · pp GPUs that hold the model once."""
 

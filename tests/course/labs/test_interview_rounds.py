@@ -104,7 +104,7 @@ def test_a_debugging_round_hands_out_a_wrong_program_and_names_the_cause(tmp_pat
     found = bugs.bug(name)
     assert not found.task.judge(found.task.stub).passed, "as it is handed out it fails"
     candidate = held(session, tmp_path)
-    assert session.done[0] == ["bug", name, "passed"] and found.explained in candidate.said
+    assert session.done[0] == ["bug", name, "passed"] and bugs.explained(name) in candidate.said
     assert "but for one mistake" in "\n".join(candidate.said)
 
 

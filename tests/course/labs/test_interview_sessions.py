@@ -431,7 +431,7 @@ def test_a_session_in_a_terminal(tmp_path):
             process.send_signal(signal.SIGINT)
             if select.select([controller], [], [], 10)[0]:
                 break
-        until("goes on from here")
+        until(r"goes on\s+from\s+here")
         assert process.wait(60) == 0
     finally:
         process.kill()

@@ -120,7 +120,7 @@ def test_a_round_is_taken_to_its_end(tmp_path, monkeypatch, round, minutes, topi
     assert seen.count("Not yet: ") == seen.count("\npassed") == sum(kind in ("task", "bug") for kind in kinds)
     for kind, name in asked:
         if kind == "bug":
-            assert plain(bugs.bug(name).explained) in plain(seen)
+            assert plain(bugs.explained(name)) in plain(seen)
         if kind in ("reading", "drill", "design"):
             assert all(plain(mock.asked(decision)) in plain(seen) for decision in decisions(kind, name))
     for kind in ("task", "bug", "reading", "design", "drill"):

@@ -16,7 +16,7 @@ from minillm.predict.planner.clusters import GIB, cluster
 from minillm.predict.planner.layout import AXES, Layout, axis_path, gradient_path, path, show_flattened, show_mesh
 from minillm.predict.planner.memory import layers_per_stage, memory, stage_parameters, token_bytes
 from minillm.predict.planner.search import TIE, explain, layouts, rank
-from minillm.predict.planner.serving import _Replica, rank_serving
+from minillm.predict.planner.serving import decode_seconds, rank_serving
 from minillm.predict.planner.step import step
 
 PRINTED = {  # billions of parameters, all and active, as the sources print them
@@ -227,7 +227,7 @@ def test_unfused_attention_costs_small_models_most():
 def test_one_token_alone_is_served_sooner_by_more_ranks_of_a_node():
     """Small all-reduces are one exchange, not 2 (n - 1) rounds of a ring."""
     machine, model = cluster("h100", 8), architecture("llama-3-70b")
-    steps = [_Replica(model, machine, tp, 1, 1000, 1000).step(1) for tp in (2, 4, 8)]
+    steps = [decode_seconds(model, machine, tp) for tp in (2, 4, 8)]
     assert steps[0] > steps[1] > steps[2] > steps[0] / 8
 
 
