@@ -24,6 +24,7 @@ from minillm.model.hf.load import stored_dtype
 from minillm.quantize import METHODS, NF4, Float8, Format, Int, Settings, quantize
 from minillm.quantize.calibrate import windows_of
 from minillm.quantize.folder import layout_of_format, save_quantized
+from minillm.quantize.kv import KV_FORMATS
 from minillm.quantize.quality import compare, table
 
 FORMATS = ("int", "float8", "nf4")
@@ -49,6 +50,10 @@ def command(
     seq_len: Annotated[int, Option(help="Tokens a window; at most the model's context.", min=1)] = 256,
     out: Annotated[Path | None, Option(metavar="PATH", help="Folder to write, a new one.")] = None,
     report: Annotated[bool, Option("--report", help="Compare with the original on held-out text.")] = False,
+    kv: Annotated[
+        str | None,
+        Option(metavar="NAME", help=f"With --report: a row with 8-bit keys and values, {', '.join(KV_FORMATS)}."),
+    ] = None,
     device: Annotated[str, Option(help="cpu, cuda, ...")] = "cpu",
     json_file: JsonFile = None,
 ) -> int:
@@ -57,6 +62,8 @@ def command(
         raise ValueError("there is nothing to make: say --out FOLDER, --report or both")
     if json_file is not None and not report:
         raise ValueError("--json writes the rows of --report: add it, or leave --json out")
+    if kv is not None and (kv not in KV_FORMATS or not report):
+        raise ValueError(f"--kv {kv} adds a row to --report: use one of {', '.join(KV_FORMATS)}, with --report")
     wanted = _format(invocation, format, bits, group, asymmetric)
     settings = Settings(wanted, method, tuple(part for part in skip.split(",") if part))
     if data is not None and not (settings.needs_text or report):
@@ -78,7 +85,11 @@ def command(
         quantized = load_hf(out, device=where, dtype=torch.float32)
     if report:
         name = f"{method} {format}" + (f"{bits}" if format == "int" else "")
-        rows = compare(original, quantized, tokenize(text, tokenizer, "validation"), name, seq_len=seq_len)
+        held_out = tokenize(text, tokenizer, "validation")
+        rows = compare(original, quantized, held_out, name, seq_len=seq_len)
+        if kv is not None:
+            name = f"{name}, {kv} keys and values"
+            rows += compare(original, quantized, held_out, name, seq_len=seq_len, kv=KV_FORMATS[kv])[1:]
         typer.echo(table(list(rows)))
         write_json(json_file, {"provenance": provenance(), "rows": [asdict(row) for row in rows]})
     return 0

@@ -17,10 +17,13 @@ import torch
 import torch.nn.functional as F
 
 from minillm.data import TokenDataset, Tokens
+from minillm.model.attention.causal import sdpa
 from minillm.model.generate import generate
 from minillm.model.transformer import Transformer
 from minillm.predict.model import bits_per_byte
+from minillm.quantize.formats import Format
 from minillm.quantize.in_place import nbytes
+from minillm.quantize.kv import RoundedKeysAndValues
 
 BATCH = 4  # windows that go through both models at once
 PROMPT, NEW, PAIRS = 8, 32, 5  # tokens and runs of each that is timed
@@ -28,25 +31,37 @@ PROMPT, NEW, PAIRS = 8, 32, 5  # tokens and runs of each that is timed
 
 @dataclass(frozen=True)
 class Quality:
-    """One row of the table. kl, agreement: None for the original."""
+    """One row of the table. kl, agreement: None for the original. tokens_per_s: None if only an engine decodes so."""
 
     name: str
     bytes: int
     bits_per_byte: float
     kl: float | None
     agreement: float | None
-    tokens_per_s: float
+    tokens_per_s: float | None
 
 
 @torch.no_grad()
 def compare(
-    original: Transformer, quantized: Transformer, tokens: Tokens, name: str, *, windows: int = 32, seq_len: int = 256
+    original: Transformer,
+    quantized: Transformer,
+    tokens: Tokens,
+    name: str,
+    *,
+    windows: int = 32,
+    seq_len: int = 256,
+    kv: Format | None = None,
 ) -> tuple[Quality, Quality]:
-    """The original's row and the quantized model's, over `windows` windows spread evenly over the text."""
+    """The original's row and the quantized model's, over `windows` windows spread evenly over the text.
+
+    kv: in which the keys and values of the quantized model are rounded, too; None = as they are.
+    """
+    attention = sdpa if kv is None else RoundedKeysAndValues(kv)
     losses, kl, same, places = [0.0, 0.0], 0.0, 0, 0
     for inputs, targets in _batches(TokenDataset(tokens, seq_len), windows):
         inputs, targets = (each.to(original.embedding.weight.device) for each in (inputs, targets))
-        ours, theirs = (model(inputs).float().log_softmax(-1).flatten(0, 1) for model in (original, quantized))
+        logits = original(inputs), quantized(inputs, attention=attention)
+        ours, theirs = (each.float().log_softmax(-1).flatten(0, 1) for each in logits)
         for place, each in enumerate((ours, theirs)):
             losses[place] += float(F.nll_loss(each, targets.flatten(), reduction="sum"))
         kl += float(F.kl_div(theirs, ours, reduction="sum", log_target=True))
@@ -56,7 +71,7 @@ def compare(
     speeds = decode_speeds(original, quantized, [int(token) for token in tokens.array[:PROMPT]])
     return (
         Quality("original", nbytes(original), bits[0], None, None, speeds[0]),
-        Quality(name, nbytes(quantized), bits[1], kl / places, same / places, speeds[1]),
+        Quality(name, nbytes(quantized), bits[1], kl / places, same / places, speeds[1] if kv is None else None),
     )
 
 
@@ -82,7 +97,8 @@ def table(rows: list[Quality]) -> str:
         change = "" if row is rows[0] else f"{row.bits_per_byte / rows[0].bits_per_byte - 1:+.2%}"
         kl = "" if row.kl is None else f"{row.kl:.5f}"
         same = "" if row.agreement is None else f"{row.agreement:.2%}"
-        size, bits, speed = f"{row.bytes / 1e6:.2f}", f"{row.bits_per_byte:.4f}", f"{row.tokens_per_s:.0f}"
+        speed = "" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}"
+        size, bits = f"{row.bytes / 1e6:.2f}", f"{row.bits_per_byte:.4f}"
         lines.append((row.name, size, bits, change, kl, same, speed))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

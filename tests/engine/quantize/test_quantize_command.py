@@ -83,9 +83,17 @@ def test_the_rows_are_the_sums_they_say(place):
     assert len(table(list(rows)).splitlines()) == 3
 
 
+def test_a_row_with_keys_and_values_in_8_bits(quantized_by, place):
+    status, said = quantized_by("--bits", "8", "--report", "--kv", "fp8", "--json", "rows.json")
+    assert status == 0 and "rtn int8, fp8 keys and values" in said.out.splitlines()[-1]
+    _, weights, both = json.loads((place / "rows.json").read_text())["rows"]
+    assert both["kl"] > weights["kl"] and both["bytes"] == weights["bytes"] and both["tokens_per_s"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--report", "--kv", "int4"], "--kv int4 adds a row to --report: use one of int8, fp8"),
         (["--report", "--bits", "3"], "bits 3 is not supported: integers have 4 or 8"),
         (["--report", "--group", "48"], "group 48 does not divide the 64 inputs of blocks.0.attention.q_proj: use 64"),
         (["--report", "--method", "hqq"], "method 'hqq' is unknown: use one of rtn"),

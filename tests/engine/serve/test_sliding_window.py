@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_async_scheduling import everything, take_samples
 from test_proof import mixed_requests
 from test_quantized_cache import by_a_model
 from test_scheduler import REQUESTS, Run
@@ -126,6 +127,23 @@ def test_a_hit_takes_only_what_the_window_sees():
     assert llm.pool.used == windowed_blocks(WINDOW, 4)  # of the 10 that were hit one is seen, and one is new
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_token_that_is_taken_back_sees_is_still_there(size, monkeypatch):
+    """Rows that are sampled again, after the next step was launched with a wrong token: that step is done again."""
+    take_samples(monkeypatch)
+    prompts, params = everything()
+    found = []
+    for ahead in (False, True):
+        llm = LLM(
+            world()[0], block_size=size, num_blocks=60, max_num_seqs=24, prefix_cache=False, async_scheduling=ahead
+        )
+        spoil_freed(llm)
+        outputs = llm.generate(prompts, params)
+        assert all(output.error is None for output in outputs)
+        found.append([answer.ids for output in outputs for answer in output.answers])
+    assert found[0] == found[1]
+
+
 def test_a_layer_that_sees_all_keeps_all_blocks():
     config = replace(CONFIG, full_attention_layers=(1,))
     assert config.window_of_all_layers is None and CONFIG.window_of_all_layers == WINDOW
@@ -173,6 +191,11 @@ def check(run, most):
     pool, running = run.pool, run.scheduler.running
     assert all(len(sequence.held_blocks) <= most for sequence in running)
     holders = [block for sequence in running for block in sequence.held_blocks]
+    for sequence in running:
+        chain = sequence.prefixes(sequence.num_computed // pool.block_size, pool.block_size)
+        for place in range(sequence.first_block, len(chain)):
+            assert pool._prefix[sequence.blocks[place]] in (None, chain[place])
+    assert all(pool.references[block] or block in pool._idle for block in pool._cache.values())
     assert [holders.count(block) for block in range(pool.total)] == pool.references
 
 
