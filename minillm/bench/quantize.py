@@ -72,7 +72,11 @@ def peers_of(original: Transformer, ours: Transformer, what: str) -> Iterator[tu
 def llama_cpp_of(model: Transformer, kind: str) -> Iterator[LlamaCpp]:
     with tempfile.TemporaryDirectory(prefix="minillm-") as folder:
         write_gguf(model, Path(folder) / "model.gguf", kind)
-        yield LlamaCpp(Path(folder) / "model.gguf", model.config.max_seq_len)
+        theirs = LlamaCpp(Path(folder) / "model.gguf", model.config.max_seq_len)
+        try:
+            yield theirs
+        finally:
+            theirs.close()
 
 
 def compare(title: str, ours: Transformer, peer: str, theirs: Callable[[], list[int]], repeats: int) -> BenchRow:

@@ -1,6 +1,7 @@
 """What others make of the same weights: torchao's layers, and llama.cpp over a GGUF file written here."""
 
 import copy
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -79,6 +80,14 @@ def _side_by_side(weight: Tensor, head_dim: int) -> Tensor:
     return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
+@cache
+def _silent():
+    """A callback that logs nothing; one for all, as the library goes on calling it."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda *_: None)
+
+
 class LlamaCpp:
     """llama.cpp over a GGUF file, through its C interface, on as many threads as torch has. length: of the context."""
 
@@ -86,8 +95,7 @@ class LlamaCpp:
         import llama_cpp
 
         self.library = llama_cpp
-        self._silent = llama_cpp.llama_log_callback(lambda *_: None)  # kept: the library calls it
-        llama_cpp.llama_log_set(self._silent, None)
+        llama_cpp.llama_log_set(_silent(), None)
         llama_cpp.llama_backend_init()
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         if not self.model:
@@ -100,11 +108,17 @@ class LlamaCpp:
 
     def logits(self, tokens: list[int]) -> Tensor:
         """[vocab_size], of the token after these, which go on from those before."""
-        batch = self.library.llama_batch_get_one((self.library.llama_token * len(tokens))(*tokens), len(tokens))
+        given = (self.library.llama_token * len(tokens))(*tokens)  # kept: the batch has its address alone
+        batch = self.library.llama_batch_get_one(given, len(tokens))
         if status := self.library.llama_decode(self.context, batch):
             raise ValueError(f"llama.cpp did not decode: status {status}.")
         found = self.library.llama_get_logits_ith(self.context, -1)
         return torch.from_numpy(np.ctypeslib.as_array(found, (self.vocab_size,)).copy())
+
+    def close(self) -> None:
+        """Frees its memory."""
+        self.library.llama_free(self.context)
+        self.library.llama_model_free(self.model)
 
     def generate(self, prompt: list[int], new: int) -> list[int]:
         """The likeliest tokens, from an empty context."""
