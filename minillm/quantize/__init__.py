@@ -5,6 +5,8 @@
     kernels.py    what multiplies: torch's packed kernels, triton.py's on a GPU, or dequantize and multiply
     in_place.py   `quantize(model, settings)`: every linear layer of a model
 
+joined.py multiplies layers that share an input in one call.
+
 With text to calibrate on (calibrate.py, a block at a time) the rounding does less harm: rescale.py has AWQ and
 SmoothQuant, gptq.py has GPTQ. experts.py takes a mixture's experts apart, so that they are layers, too. folder.py
 writes and reads folders in compressed-tensors' layout, which transformers loads (hub.py reads GPTQ's and AWQ's own,

@@ -27,6 +27,7 @@ from minillm.quantize.experts import PROJECTIONS, separate_experts
 from minillm.quantize.formats import FLOAT8, Float8, Format, Grid, Int
 from minillm.quantize.hub import HubLayout, read_hub_layout
 from minillm.quantize.in_place import quantized_layers
+from minillm.quantize.joined import join_layers
 from minillm.quantize.linear import QuantizedLinear
 from minillm.quantize.words import from_words, to_words
 
@@ -198,6 +199,7 @@ def empty_model(
             start += count
     for module, layer in layers.items():
         model.set_submodule(module, layer)
+    join_layers(model)
     return model
 
 

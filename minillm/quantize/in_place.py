@@ -22,6 +22,7 @@ from minillm.quantize.calibrate import Group, block_by_block, groups_of
 from minillm.quantize.experts import PROJECTIONS, separate_experts
 from minillm.quantize.formats import Format, Int
 from minillm.quantize.gptq import gptq
+from minillm.quantize.joined import join_layers
 from minillm.quantize.linear import QuantizedLinear
 from minillm.quantize.rescale import awq_factors, rescale, smooth_factors
 
@@ -109,6 +110,7 @@ def quantize(
                     if group.inputs is not None and group.inputs.rows:
                         errors[whole] = _relative_error(layer.weight.float(), quantized.weight, group)
                     block.set_submodule(name, quantized)
+    join_layers(model)
     layers = list(quantized_layers(model).values())
     weights = sum(layer.out_features * layer.in_features for layer in layers)
     bits = 8 * sum(layer.nbytes - (0 if layer.bias is None else layer.bias.nbytes) for layer in layers) / weights

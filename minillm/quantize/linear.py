@@ -20,7 +20,8 @@ class QuantizedLinear(nn.Module):
     """x: [..., in] -> [..., out].
 
     codes: as `format.pack` keeps them. quantizes_inputs: inputs are rounded to int8, a scale for each token (W8A8).
-    kernel: what multiplies (`kernels.choose`); `use` sets another.
+    kernel: what multiplies (`kernels.choose`); `use` sets another. multiply: [rows, in] -> [rows, out] by it, a new
+    object whenever the layer's tensors are.
     """
 
     def __init__(self, format: Format, codes: Tensor, grid: Grid, bias: Tensor | None, quantizes_inputs: bool = False):
@@ -35,7 +36,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("zero", None if grid.zero is None else grid.zero.to(torch.int8))
         self.register_buffer("scales_and_zeros", None)  # for the int4 kernel: 4 bytes a group beside scale and zero
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.kernel, self._multiply = kernels.DEQUANTIZE, self._dequantize_and_multiply
+        self.kernel, self.multiply = kernels.DEQUANTIZE, self._dequantize_and_multiply
         self.use(self._fastest())
 
     @classmethod
@@ -84,12 +85,17 @@ class QuantizedLinear(nn.Module):
         else:
             self.codes, self.scales_and_zeros = self.format.pack(codes), None
         self.kernel = kernel
-        self._multiply = self._multiplication()
+        self.multiply = self._multiplication()
+
+    def set_codes(self, codes: Tensor) -> None:
+        """The same codes, at another place in memory."""
+        self.codes = codes
+        self.multiply = self._multiplication()
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             return self._dequantize_and_multiply(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
-        y = self._multiply(x.reshape(-1, self.in_features))
+        y = self.multiply(x.reshape(-1, self.in_features))
         return y.view(*x.shape[:-1], self.out_features)
 
     def _multiplication(self) -> Callable[[Tensor], Tensor]:
@@ -133,13 +139,13 @@ class QuantizedLinear(nn.Module):
         if moves:
             self.use(self._fastest())
         else:
-            self._multiply = self._multiplication()
+            self.multiply = self._multiplication()
         return self
 
     def _load_from_state_dict(self, *given) -> None:
         """What multiplies may hold scales of another dtype, made of those before."""
         super()._load_from_state_dict(*given)
-        self._multiply = self._multiplication()
+        self.multiply = self._multiplication()
 
     def _fastest(self) -> str:
         groups, device = self.scale.shape[1], self.codes.device
