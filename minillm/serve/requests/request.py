@@ -14,7 +14,6 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.model.draw import Draw, sample_seed
 from minillm.serve.numbers import whole_numbers
-from minillm.serve.requests.output import Answer, Output, Timing
 from minillm.serve.requests.params import SamplingParams, Token, plain_token
 from minillm.serve.schedule.blocks import cache_namespace
 from minillm.serve.schedule.sequence import Sequence
@@ -49,24 +48,6 @@ class Request:
         self.request_id = request_id
         for sample in self.samples:
             sample.name = f"{request_id}/{sample.index}"
-
-    def output(self) -> Output:
-        """What the user gets of it once it has ended."""
-        samples = self.samples
-        return Output(
-            self.request_id,
-            self.prompt,
-            [Answer(sample.answer(), sample.text, sample.reason) for sample in samples],
-            Timing(self.arrived, self.scheduled, self.first_token, self.ended),
-            self.error,
-            computed=sum(sample.forwarded for sample in samples),
-            hit=sum(sample.hit_tokens for sample in samples),
-            preemptions=sum(sample.preemptions for sample in samples),
-            passes=sum(max(0, sample.passes - 1) for sample in samples),
-            drafted=sum(sample.drafted for sample in samples),
-            accepted=sum(sample.accepted for sample in samples),
-            seed=self.seed,
-        )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -115,18 +96,6 @@ class Sample(Sequence):
         if self.request.params.logprobs is None:
             return [plain_token(token) for token in ids]
         return [Token(token, *logprobs) for token, logprobs in zip(ids, self.logprobs[start:], strict=False)]
-
-    @property
-    def safe_text(self) -> str:
-        """The answer's text but for an end that may become a stop text, which would be cut off."""
-        text = self.text
-        if self.reason is not None:
-            return text
-        held = 0
-        for stop in self.request.params.stop:
-            sizes = range(min(len(stop) - 1, len(text)), held, -1)
-            held = next((size for size in sizes if text.endswith(stop[:size])), held)
-        return text[: len(text) - held]
 
     def close(self, reason: str) -> None:
         self.reason = reason

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minillm.serve.requests.request import Sample
-from minillm.serve.run.step_inputs import (
-    NO_MOVES,
-    NOTHING,
-    Row,
-    SamplingInputs,
-    StepInputs,
-    greedy_inputs,
-    sampling_inputs,
-)
+from minillm.serve.run.step_inputs import NOTHING, Row, SamplingInputs, StepInputs, greedy_inputs, sampling_inputs
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.sequence import Plan, Sequence
 
@@ -131,7 +123,7 @@ class InputBuilder:
             starts=np.array(step.starts, np.int64),
             counts=np.array([count for _, count in step.plan.batch], np.int64),
             rows=np.array(step.rows, np.int64),
-            moves=np.array(moves, np.int64) if moves else NO_MOVES,
+            moves=np.array(moves, np.int64).reshape(-1, 3),
             table_places=places,
             table_blocks=blocks,
             wanted=np.array(wanted, np.int64),
