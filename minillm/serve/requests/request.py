@@ -2,7 +2,7 @@
 
 prompt, params ──new_request──▶ Request ── its n samples ──▶ Sample, which the scheduler sees as a Sequence
 a step's tokens ──Sample.accept──▶ Sample.tokens: prompt and answer. Nothing else appends a token that was sampled.
-the last sample has ended ──Request.output──▶ Output, which the user gets
+the last sample has ended ──output_of──▶ Output, which the user gets (`output.py`)
 """
 
 import secrets
@@ -124,16 +124,12 @@ def new_request(
     if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
         stops.add(tokenizer.eos_id)
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    request, origin = (
-        Request(prompt, params, seed, frozenset(stops), now, timeout_s, awaited),
-        cache_namespace(None, salt),
-    )
+    request = Request(prompt, params, seed, frozenset(stops), now, timeout_s, awaited)
+    shared = {"priority": priority, "origin": cache_namespace(None, salt), "request": request}
     for index in range(params.n):
-        push, draw = tokenizer and tokenizer.stream(), Draw(sample_seed(seed, index))
-        sequence = {"num_seqs": 1 if index else params.n, "priority": priority, "origin": origin}
-        request.samples.append(
-            Sample(list(prompt), limit, **sequence, request=request, index=index, draw=draw, push=push)
-        )
+        own = {"index": index, "draw": Draw(sample_seed(seed, index)), "push": tokenizer and tokenizer.stream()}
+        request.samples.append(Sample(list(prompt), limit, **shared, **own))
+    request.samples[0].num_seqs = params.n  # it stands for all of them until its prompt is computed
     request.name(request_id)
     return request
 

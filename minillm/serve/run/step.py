@@ -7,17 +7,14 @@ plan ──▶ Step: what each sequence had when it was planned, whatever become
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minillm.serve.requests.request import Sample
-from minillm.serve.run.step_inputs import NOTHING, Row, SamplingInputs, StepInputs, greedy_inputs, sampling_inputs
+from minillm.serve.run.model_runner import StepOutputs
+from minillm.serve.run.step_inputs import Row, SamplingInputs, StepInputs, greedy_inputs, sampling_inputs
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.sequence import Plan, Sequence
-
-if TYPE_CHECKING:
-    from minillm.serve.run.model_runner import StepOutputs
 
 # A sample whose last token the step computes; the first of its rows of the logits, and the end of them.
 Ready = tuple[Sample, int, int]
@@ -47,7 +44,7 @@ class Step:
     forks: bool = False
     dropped: set[int] = field(default_factory=set)
     held: list[Held] = field(default_factory=list)
-    outputs: "StepOutputs | None" = None
+    outputs: StepOutputs | None = None
     stage: str = "the forward pass"
     error: str = ""
 
@@ -110,10 +107,8 @@ class InputBuilder:
                 step.ready.append((sequence, len(wanted), len(wanted) + 1 + num_drafts))
                 wanted += range(len(flat) - 1 - num_drafts, len(flat))
                 num_samples += 1
-        places = blocks = NOTHING
-        if self._places:
-            places, blocks = np.array(self._places, np.int64), np.array(self._blocks, np.int64)
-            self._places, self._blocks = [], []
+        places, blocks = np.array(self._places, np.int64), np.array(self._blocks, np.int64)
+        self._places, self._blocks = [], []
         step.forks = num_samples > len(step.ready)
         allowed_rows, allowed_ids = _allowed(step.ready)
         sampling = _sampling(step) if sampled and step.ready else None
@@ -183,4 +178,4 @@ def _allowed(ready: list[Ready]) -> tuple[np.ndarray, np.ndarray]:
         if allowed and len(sample.tokens) == len(sample.request.prompt):
             rows += [first] * len(allowed)
             ids += allowed
-    return (np.array(rows, np.int64), np.array(ids, np.int64)) if rows else (NOTHING, NOTHING)
+    return np.array(rows, np.int64), np.array(ids, np.int64)

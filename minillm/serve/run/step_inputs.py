@@ -19,7 +19,6 @@ from torch import Tensor
 from minillm.model.draw import Draw
 from minillm.serve.requests.params import SamplingParams
 
-NOTHING = np.zeros(0, np.int64)
 Row = tuple[SamplingParams, Sequence[int], Draw]  # what a request asks for; its prompt and answer so far; its draws
 
 
