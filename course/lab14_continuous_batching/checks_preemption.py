@@ -46,7 +46,7 @@ def check_preemption(learner: type) -> Receipt:
 
 def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tuple[int, int]:
     """One sequence out and in, some of its first blocks also held by another one; (blocks moved, blocks due)."""
-    pool, storage, sequence, other = draw_pool(host, shared)
+    pool, labelled, sequence, other = draw_pool(host, shared)
     computed, tokens, host = sequence.num_computed, list(sequence.tokens), pool.free_host
     held, size = pool.blocks_for(computed), pool.block_size
     fits = swap and held <= host
@@ -54,6 +54,7 @@ def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tupl
     where = f"{'swap' if swap else 'recompute'}, {computed} of {len(tokens)} tokens computed, {host} free on the host"
     mine = learner()
     mine.preempt(sequence, pool, swap)
+    labelled.settle()
     if sequence.tokens != tokens:
         raise CheckFailed(f"{where}: preempt changes the tokens; what was sampled has been sent to its reader")
     if sequence.blocks:
@@ -63,7 +64,7 @@ def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tupl
             f"{where}: after preempt {pool.used} blocks are used; the other sequence holds {len(other.blocks)}. Each "
             "block is released once"
         )
-    if (out := storage.out) != (held if fits else 0):
+    if (out := labelled.out) != (held if fits else 0):
         raise CheckFailed(
             f"{where}: preempt moves {out} blocks to the host, {held if fits else 0} are right: those with something "
             "in them, if all of them fit"
@@ -75,6 +76,7 @@ def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tupl
         )
     if mine.resume(sequence, pool, hits) is not True:
         raise CheckFailed(f"{where}: {pool.available} blocks are available, yet resume does not return True")
+    labelled.settle()
     if len(sequence.blocks) != pool.blocks_for(len(tokens)) or sequence.blocks[: len(hits)] != hits:
         raise CheckFailed(
             f"{where}: resume gives blocks {sequence.blocks}; {pool.blocks_for(len(tokens))} are needed, the hits "
@@ -83,9 +85,9 @@ def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tupl
     if sequence.host_blocks or pool.free_host != host:
         raise CheckFailed(f"{where}: after resume {host - pool.free_host} slots on the host are still taken: they leak")
     back = max(0, held - len(hits)) if fits else 0
-    if storage.back != back:
+    if labelled.back != back:
         raise CheckFailed(
-            f"{where}, {len(hits)} hits: resume moves {storage.back} blocks back, {back} are right: a hit is there "
+            f"{where}, {len(hits)} hits: resume moves {labelled.back} blocks back, {back} are right: a hit is there "
             "already, and others are reading it"
         )
     kept = max(computed if fits else 0, len(hits) * size)
@@ -94,12 +96,12 @@ def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tupl
             f"{where}, {len(hits)} hits: after resume num_computed is {sequence.num_computed}, but {kept} tokens have "
             "their keys and values"
         )
-    if contents(storage, sequence, size)[:kept] != tokens[:kept]:
+    if contents(labelled, sequence, size)[:kept] != tokens[:kept]:
         raise CheckFailed(f"{where}: after resume a block holds the keys and values of other tokens")
     references = [(s.blocks, pool.references) for s in (sequence, other)]
     if pool.used != len({*sequence.blocks, *other.blocks}) or any(r[b] < 1 for blocks, r in references for b in blocks):
         raise CheckFailed(f"{where}: after resume {pool.used} blocks are used, not those the two sequences name")
-    return storage.out + storage.back, (held + back if fits else 0)
+    return labelled.out + labelled.back, (held + back if fits else 0)
 
 
 def _refuses_what_does_not_fit(learner: type) -> None:

@@ -26,6 +26,7 @@ from minillm.serve import LLM, BlockPool, SamplingParams, Scheduler, StepRecord
 from minillm.serve import Sequence as Seq
 from minillm.serve.requests.summary import Spread, spread
 from minillm.serve.run.recorder import record
+from minillm.serve.schedule.blocks import COPY
 
 TINY = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=256, init_std=0.2)
 
@@ -90,22 +91,6 @@ class Flight:
         return spread([value for value in found if value is not None])
 
 
-class CountingStorage:
-    """A `Storage` that moves nothing and counts the blocks it was told to move to and from the host."""
-
-    def __init__(self):
-        self.moved = 0
-
-    def copy(self, source: int, target: int) -> None:
-        pass
-
-    def to_host(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        self.moved += len(blocks)
-
-    def from_host(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        self.moved += len(blocks)
-
-
 @dataclass
 class Player:
     """Plays arrivals through a scheduler whose model computes nothing. `step` until `over`, or `play`.
@@ -123,8 +108,7 @@ class Player:
         order = sorted(range(len(self.arrivals)), key=lambda i: self.arrivals[i].at)
         self.upcoming = [(str(place), self.arrivals[i]) for place, i in enumerate(order)][::-1]
         self.open: dict[str, Seq] = {}
-        self.clock, self.moved = 0.0, CountingStorage()
-        self.scheduler.pool.storage = self.moved
+        self.clock = 0.0
 
     @property
     def over(self) -> bool:
@@ -140,12 +124,11 @@ class Player:
             sequence = Seq(list(each.prompt), limit, priority=each.priority, name=name)
             self.scheduler.add(sequence)
             self.open[name], self.flight.histories[name] = sequence, RequestHistory(len(each.prompt), each.at)
-        before = self.moved.moved
         plan = self.scheduler.schedule()
+        moved = sum(kind != COPY for kind, _, _ in self.scheduler.pool.take_moves())  # to and from the host
         starts = [sequence.num_computed for sequence, _ in plan.batch]
         if not plan.batch:
             return None
-        moved = self.moved.moved - before
         seconds = self.cost.step([(start, n) for start, (_, n) in zip(starts, plan.batch, strict=True)])
         seconds += self.cost.swap(moved, self.scheduler.pool.block_size)
         started, self.clock = self.clock, self.clock + seconds

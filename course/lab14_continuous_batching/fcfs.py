@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
-from minillm.serve.requests.output import Output
+from minillm.serve.requests.output import Output, output_of
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import Request, Sample, new_request, pairs, prompt_ids
 from minillm.serve.run.recorder import StepRecord
@@ -158,7 +158,7 @@ class FirstCome:
                 sample.close(reason)
         request.error, request.ended = error, self.clock()
         del self._requests[request.request_id]
-        self._ended.append(request.output())
+        self._ended.append(output_of(request))
 
 
 def is_running(sample: Sample) -> bool:

@@ -9,21 +9,24 @@ Reading order:
 3. `schedule/scheduler.py`      which tokens the next forward pass computes, of which `schedule/sequence.py`, and which
                                 sequence is preempted when blocks run out (`schedule/policies.py`)
 4. `engine.py`                  add, step, cancel, stream
-5. `requests/request.py`        what `requests/params.py` asks for, and what becomes of it; `requests/table.py` holds
-                                all requests that have not ended
+5. `requests/request.py`        a `Request`, asked for as in `requests/params.py`, and its `Sample`s: each is a sequence
+                                of 3 whose tokens behind the prompt are the answer; `requests/table.py` holds all
+                                requests that have not ended
 6. `run/core.py`                a step in three parts: plan, execute, finish
-7. `run/step.py`                the inputs of a step from live sequences, as the plain arrays of `run/step_inputs.py`
-8. `run/model_runner.py`        executes them: one forward pass and its sampling
-9. `sample/next_tokens.py`      from sampled tokens to answers
+7. `run/step.py`                the inputs of a step from live samples, as the plain arrays of `run/step_inputs.py`
+8. `run/model_runner.py`        executes them: moves blocks, one forward pass and its sampling
+9. `sample/next_tokens.py`      gives every sample its token: `Sample.accept`
 10. `minillm/model/paged`       attention over blocks anywhere in memory
+A token lives in one place: `Sample.tokens`. `Sample.accept` appends it, once the host knows it.
 A mechanism alone:
 - prefix cache: `schedule/blocks.py`, `schedule/sequence.py`
 - sampler: `sample/reference.py` (one sequence), `sample/batch.py` (all of a step on the device), `sample/selection.py`
   (top-p without sorting a vocabulary)
-Beside the path: `run/decode_graphs.py` (steps of single tokens as CUDA graphs), `run/async_scheduling.py` (the next
-step is prepared while the device computes), `run/optimise.py` (fewer kernels), `run/memory.py` (how many blocks fit),
-`async_engine.py` (`async for` over answers), `speculate/` (draft tokens). `minillm/bench/load.py` sends the same
-requests through any engine.
+Beside the path: `requests/output.py` (what a user gets of a request), `checks.py` (options that are refused),
+`sample/isolate.py` (a row whose sampling raises), `run/decode_graphs.py` (steps of single tokens as CUDA graphs),
+`run/async_scheduling.py` (the next step is prepared while the device computes), `run/optimise.py` (fewer kernels),
+`run/memory.py` (how many blocks fit), `async_engine.py` (`async for` over answers), `speculate/` (draft tokens).
+`minillm/bench/load.py` sends the same requests through any engine.
 """
 
 from minillm.serve.async_engine import AsyncLLM

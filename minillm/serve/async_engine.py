@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from minillm.serve.engine import LLM
-from minillm.serve.requests.output import Delta, Output, OutputCursor
+from minillm.serve.requests.output import Delta, Output, OutputCursor, output_of
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import Request
 
@@ -124,7 +124,7 @@ class Stream:
 
     @property
     def output(self) -> Output:
-        return self.request.output()
+        return output_of(self.request)
 
     def __aiter__(self) -> "Stream":
         return self

@@ -10,18 +10,16 @@ Greedy tokens are those of `minillm.model.generate`, whatever is switched on and
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
-from inspect import Parameter, signature
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
-from minillm.model.config import check_generates
 from minillm.model.paged import Backend, PagedCache, default_backend
 from minillm.quantize.kv import kv_format_named
+from minillm.serve.checks import check_engine
 from minillm.serve.numbers import check_whole
-from minillm.serve.requests.output import Delta, Output, OutputCursor
+from minillm.serve.requests.output import Delta, Output, OutputCursor, output_of
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import Request, pairs
 from minillm.serve.requests.table import RequestTable
@@ -82,7 +80,7 @@ class LLM:
         scheduler: type[Scheduler] = Scheduler,
         **scheduling,
     ):
-        _check(model, tokenizer, clock, backend, proposer, scheduler, scheduling, async_scheduling)
+        check_engine(model, tokenizer, clock, backend, proposer, scheduler, scheduling, async_scheduling)
         check_whole("block_size", block_size, 1)
         check_whole("keep_records", keep_records, 0)
         self.model, self.tokenizer, self.clock = model, tokenizer, clock
@@ -154,7 +152,7 @@ class LLM:
                     self.advance()
         finally:  # marks what has not ended; a signal cannot come between
             self.requests.cancelled.extend(mine)
-        return [request.output() for request in mine]
+        return [output_of(request) for request in mine]
 
     def stream(self, prompt, params: SamplingParams | None = None, **options) -> Iterator[Delta]:
         """Adds a request, and yields what is new of its samples as they grow; closing the iterator cancels it.
@@ -201,7 +199,7 @@ class LLM:
         """
         self.advance()
         with self.stepping:
-            return [self.requests.ended.popleft().output() for _ in range(len(self.requests.ended))]
+            return [output_of(self.requests.ended.popleft()) for _ in range(len(self.requests.ended))]
 
     def advance(self) -> None:
         """One step, whatever it computes; what ends in it waits for `step`. One thread at a time is in here."""
@@ -231,44 +229,6 @@ class LLM:
             self.requests.cancelled.append(request)
         if (failure := news.failure()) is not None:
             raise failure
-
-
-def _check(
-    model: object,
-    tokenizer: object,
-    clock: object,
-    backend: object,
-    proposer: object,
-    scheduler: Callable,
-    scheduling: dict[str, object],
-    async_scheduling: object,
-) -> None:
-    """ValueError, with the value and the fix, for what `LLM` cannot work with. scheduling: the scheduler's options."""
-    if not hasattr(model, "config") or not hasattr(model, "embedding"):
-        raise ValueError(f"model {model!r} must be a Transformer, as `load_hf(folder)` returns one.")
-    check_generates(model.config)
-    if tokenizer is not None and not hasattr(tokenizer, "stream"):
-        raise ValueError(f"tokenizer {tokenizer!r} must be a Tokenizer, as `Tokenizer.load()`, or None.")
-    if not callable(clock):
-        raise ValueError(f"clock {clock!r} must be a function that returns seconds, as time.perf_counter.")
-    if backend is not None and not callable(backend):
-        raise ValueError(f"backend {backend!r} must be an attention function, as `model.paged.gathered`, or None.")
-    lacking = [name for name in ("propose", "observe", "forget", "wants_hidden") if not hasattr(proposer, name)]
-    if proposer is not None and lacking:
-        raise ValueError(f"proposer {proposer!r} has no {lacking[0]}: it must be a Proposer, as `NGram()`, or None.")
-    if async_scheduling not in (True, False):
-        raise ValueError(f"async_scheduling {async_scheduling!r} must be True or False.")
-    if async_scheduling and proposer is not None:
-        raise ValueError("async_scheduling with a proposer: drafts need tokens that are not read yet, leave one out.")
-    known = signature(scheduler).parameters
-    if any(each.kind is Parameter.VAR_KEYWORD for each in known.values()):
-        return
-    for name in scheduling:
-        if name not in known:
-            options = [each.name for each in known.values() if each.kind is Parameter.KEYWORD_ONLY]
-            close = get_close_matches(name, options, 1)
-            hint = f"did you mean {close[0]}?" if close else f"a scheduler takes {', '.join(options)}."
-            raise ValueError(f"LLM has no option {name!r}: {hint}")
 
 
 def _progress_bar(requests: list[Request], shown: bool | None) -> Iterable[Request]:

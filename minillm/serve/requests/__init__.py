@@ -1,5 +1,5 @@
 """Requests from prompt to output.
 
-`params.py` says what one asks for, `request.py` holds its samples and its output, `table.py` all that have not ended,
-and `summary.py` sums up what many got.
+`params.py` says what one asks for, `request.py` holds it and its samples, `table.py` all that have not ended,
+`output.py` is what the user gets, and `summary.py` sums up what many got.
 """

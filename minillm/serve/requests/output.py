@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from minillm.serve.requests.params import Token
 
 if TYPE_CHECKING:
-    from minillm.serve.requests.request import Request
+    from minillm.serve.requests.request import Request, Sample
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,25 @@ class Output:
     seed: int = 0
 
 
+def output_of(request: "Request") -> Output:
+    """As it is now; final once the request has ended."""
+    samples = request.samples
+    return Output(
+        request.request_id,
+        request.prompt,
+        [Answer(sample.answer(), sample.text, sample.reason) for sample in samples],
+        Timing(request.arrived, request.scheduled, request.first_token, request.ended),
+        request.error,
+        computed=sum(sample.forwarded for sample in samples),
+        hit=sum(sample.hit_tokens for sample in samples),
+        preemptions=sum(sample.preemptions for sample in samples),
+        passes=sum(max(0, sample.passes - 1) for sample in samples),
+        drafted=sum(sample.drafted for sample in samples),
+        accepted=sum(sample.accepted for sample in samples),
+        seed=request.seed,
+    )
+
+
 class Delta(NamedTuple):
     """What a stream hands over: new tokens of one sample, and the text that is certain since. The text may lag behind
     its tokens: half a character and what may become a stop text are held back."""
@@ -104,7 +123,7 @@ class OutputCursor:
         deltas = []
         for sample in self.request.samples:
             shown, characters = self._shown[sample.index]
-            tokens, text = sample.answer(shown), sample.safe_text
+            tokens, text = sample.answer(shown), _safe_text(sample)
             if tokens or len(text) > characters:
                 deltas.append(Delta(sample.index, tokens, text[characters:]))
                 self._shown[sample.index] = shown + len(tokens), len(text)
@@ -114,6 +133,18 @@ class OutputCursor:
         """Why the request failed, if it did."""
         request = self.request
         return request.error and RuntimeError(f"request {request.request_id!r} failed: {request.error}")
+
+
+def _safe_text(sample: "Sample") -> str:
+    """The answer's text but for an end that may become a stop text, which would be cut off."""
+    text = sample.text
+    if sample.reason is not None:
+        return text
+    held = 0
+    for stop in sample.request.params.stop:
+        sizes = range(min(len(stop) - 1, len(text)), held, -1)
+        held = next((size for size in sizes if text.endswith(stop[:size])), held)
+    return text[: len(text) - held]
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -2,7 +2,7 @@
 
 prompt, params ──new_request──▶ Request ── its n samples ──▶ Sample, which the scheduler sees as a Sequence
 a step's tokens ──Sample.accept──▶ Sample.tokens: prompt and answer. Nothing else appends a token that was sampled.
-the last sample has ended ──Request.output──▶ Output, which the user gets
+the last sample has ended ──output_of──▶ Output, which the user gets (`output.py`)
 """
 
 import secrets
@@ -14,7 +14,6 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.model.draw import Draw, sample_seed
 from minillm.serve.numbers import whole_numbers
-from minillm.serve.requests.output import Answer, Output, Timing
 from minillm.serve.requests.params import SamplingParams, Token, plain_token
 from minillm.serve.schedule.blocks import cache_namespace
 from minillm.serve.schedule.sequence import Sequence
@@ -49,24 +48,6 @@ class Request:
         self.request_id = request_id
         for sample in self.samples:
             sample.name = f"{request_id}/{sample.index}"
-
-    def output(self) -> Output:
-        """What the user gets of it once it has ended."""
-        samples = self.samples
-        return Output(
-            self.request_id,
-            self.prompt,
-            [Answer(sample.answer(), sample.text, sample.reason) for sample in samples],
-            Timing(self.arrived, self.scheduled, self.first_token, self.ended),
-            self.error,
-            computed=sum(sample.forwarded for sample in samples),
-            hit=sum(sample.hit_tokens for sample in samples),
-            preemptions=sum(sample.preemptions for sample in samples),
-            passes=sum(max(0, sample.passes - 1) for sample in samples),
-            drafted=sum(sample.drafted for sample in samples),
-            accepted=sum(sample.accepted for sample in samples),
-            seed=self.seed,
-        )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -116,18 +97,6 @@ class Sample(Sequence):
             return [plain_token(token) for token in ids]
         return [Token(token, *logprobs) for token, logprobs in zip(ids, self.logprobs[start:], strict=False)]
 
-    @property
-    def safe_text(self) -> str:
-        """The answer's text but for an end that may become a stop text, which would be cut off."""
-        text = self.text
-        if self.reason is not None:
-            return text
-        held = 0
-        for stop in self.request.params.stop:
-            sizes = range(min(len(stop) - 1, len(text)), held, -1)
-            held = next((size for size in sizes if text.endswith(stop[:size])), held)
-        return text[: len(text) - held]
-
     def close(self, reason: str) -> None:
         self.reason = reason
         if self.push is not None:  # half a character at the end
@@ -155,16 +124,12 @@ def new_request(
     if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
         stops.add(tokenizer.eos_id)
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    request, origin = (
-        Request(prompt, params, seed, frozenset(stops), now, timeout_s, awaited),
-        cache_namespace(None, salt),
-    )
+    request = Request(prompt, params, seed, frozenset(stops), now, timeout_s, awaited)
+    shared = {"priority": priority, "origin": cache_namespace(None, salt), "request": request}
     for index in range(params.n):
-        push, draw = tokenizer and tokenizer.stream(), Draw(sample_seed(seed, index))
-        sequence = {"num_seqs": 1 if index else params.n, "priority": priority, "origin": origin}
-        request.samples.append(
-            Sample(list(prompt), limit, **sequence, request=request, index=index, draw=draw, push=push)
-        )
+        own = {"index": index, "draw": Draw(sample_seed(seed, index)), "push": tokenizer and tokenizer.stream()}
+        request.samples.append(Sample(list(prompt), limit, **shared, **own))
+    request.samples[0].num_seqs = params.n  # it stands for all of them until its prompt is computed
     request.name(request_id)
     return request
 

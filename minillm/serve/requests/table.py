@@ -120,25 +120,22 @@ class RequestTable:
             self.cancelled.popleft()
 
     def end(self, request: Request, reason: str, error: str | None = None) -> None:
-        """Ends all samples of a request that have not ended."""
+        """Ends all samples of a request that have not ended, and so the request."""
         if request.ended is not None or self.live.get(request.request_id) is not request:
             return
         request.error = error
         for sample in request.samples:
             if sample.reason is None:
                 self.finish(sample, reason)
-        self._close(request)
 
     def finish(self, sample: Sample, reason: str) -> None:
-        """Ends one sample; `close_if_done` ends its request after the last."""
+        """Ends one sample; the last one ends its request."""
         sample.close(reason)
         self.scheduler.finish(sample, wrong=reason == "failed")
         if self.speculation is not None:
             self.speculation.end(sample)
-
-    def close_if_done(self, request: Request) -> None:
-        if request.ended is None and all(sample.reason for sample in request.samples):
-            self._close(request)
+        if all(each.reason for each in sample.request.samples):
+            self._close(sample.request)
 
     def recover(self, error: str) -> None:
         """After a step that ended amid its bookkeeping, which may have left anything: blocks and queue start anew.

@@ -5,7 +5,7 @@ same step side by side, each with its part of the model, of the keys and of the 
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,8 @@ from minillm.model.paged.cache import prepare_pass
 from minillm.model.paged.tables import BlockTables, slots_of_tokens, to_device
 from minillm.serve.run.decode_graphs import DecodeGraphs
 from minillm.serve.run.step_inputs import StepInputs, fill_placeholders
-from minillm.serve.sample.batch import SampledTokens, sample_on_device
+from minillm.serve.sample.batch import SampledTokens
+from minillm.serve.sample.isolate import sample_isolated
 from minillm.serve.sample.reference import RULED_OUT
 from minillm.serve.schedule.blocks import COPY, TO_HOST
 
@@ -34,7 +35,7 @@ class StepOutputs:
     logits: Tensor | None = None
     hidden: Tensor | None = None
     sampled: SampledTokens | None = None
-    faults: dict[int, Exception] | None = None
+    faults: dict[int, Exception] = field(default_factory=dict)
 
 
 class Runner:
@@ -68,7 +69,7 @@ class Runner:
         if len(step.allowed_rows):
             _rule_out_all_but(outputs.logits, step.allowed_rows, step.allowed_ids)
         if step.sampling is not None:
-            outputs.sampled, outputs.faults = _sample(outputs.logits, step, before)
+            outputs.sampled, outputs.faults = sample_isolated(outputs.logits, step.sampling, before)
             self._sampled = outputs.sampled.ids
         return outputs
 
@@ -123,21 +124,3 @@ def _rule_out_all_but(logits: Tensor, rows: np.ndarray, ids: np.ndarray) -> None
         allowed = torch.full(logits.shape[1:], RULED_OUT)
         allowed[ids[rows == row]] = 0
         logits[row] += allowed.to(logits.device, non_blocking=True)
-
-
-def _sample(
-    logits: Tensor, step: StepInputs, before: Tensor | None
-) -> tuple[SampledTokens, dict[int, Exception] | None]:
-    """(the tokens, what sampling raised by row). A row that raises gets the likeliest token, and costs no other row."""
-    sampling = step.sampling
-    try:
-        return sample_on_device(logits, sampling, before), None
-    except Exception as failure:  # of which rows? Alone, with the same random numbers, it shows
-        faults, each = {}, np.arange(sampling.count)
-        for row in each:
-            try:
-                sample_on_device(logits, sampling.only(each == row), before)
-            except Exception as fault:
-                faults[int(row)] = fault
-        faults = faults or dict.fromkeys(each.tolist(), failure)
-    return sample_on_device(logits, sampling.only(~np.isin(each, list(faults))), before), faults

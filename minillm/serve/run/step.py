@@ -7,25 +7,14 @@ plan ──▶ Step: what each sequence had when it was planned, whatever become
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minillm.serve.requests.request import Sample
-from minillm.serve.run.step_inputs import (
-    NO_MOVES,
-    NOTHING,
-    Row,
-    SamplingInputs,
-    StepInputs,
-    greedy_inputs,
-    sampling_inputs,
-)
+from minillm.serve.run.model_runner import StepOutputs
+from minillm.serve.run.step_inputs import Row, SamplingInputs, StepInputs, greedy_inputs, sampling_inputs
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.sequence import Plan, Sequence
-
-if TYPE_CHECKING:
-    from minillm.serve.run.model_runner import StepOutputs
 
 # A sample whose last token the step computes; the first of its rows of the logits, and the end of them.
 Ready = tuple[Sample, int, int]
@@ -55,7 +44,7 @@ class Step:
     forks: bool = False
     dropped: set[int] = field(default_factory=set)
     held: list[Held] = field(default_factory=list)
-    outputs: "StepOutputs | None" = None
+    outputs: StepOutputs | None = None
     stage: str = "the forward pass"
     error: str = ""
 
@@ -118,10 +107,8 @@ class InputBuilder:
                 step.ready.append((sequence, len(wanted), len(wanted) + 1 + num_drafts))
                 wanted += range(len(flat) - 1 - num_drafts, len(flat))
                 num_samples += 1
-        places = blocks = NOTHING
-        if self._places:
-            places, blocks = np.array(self._places, np.int64), np.array(self._blocks, np.int64)
-            self._places, self._blocks = [], []
+        places, blocks = np.array(self._places, np.int64), np.array(self._blocks, np.int64)
+        self._places, self._blocks = [], []
         step.forks = num_samples > len(step.ready)
         allowed_rows, allowed_ids = _allowed(step.ready)
         sampling = _sampling(step) if sampled and step.ready else None
@@ -131,7 +118,7 @@ class InputBuilder:
             starts=np.array(step.starts, np.int64),
             counts=np.array([count for _, count in step.plan.batch], np.int64),
             rows=np.array(step.rows, np.int64),
-            moves=np.array(moves, np.int64) if moves else NO_MOVES,
+            moves=np.array(moves, np.int64).reshape(-1, 3),
             table_places=places,
             table_blocks=blocks,
             wanted=np.array(wanted, np.int64),
@@ -191,4 +178,4 @@ def _allowed(ready: list[Ready]) -> tuple[np.ndarray, np.ndarray]:
         if allowed and len(sample.tokens) == len(sample.request.prompt):
             rows += [first] * len(allowed)
             ids += allowed
-    return (np.array(rows, np.int64), np.array(ids, np.int64)) if rows else (NOTHING, NOTHING)
+    return np.array(rows, np.int64), np.array(ids, np.int64)

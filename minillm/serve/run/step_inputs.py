@@ -8,7 +8,7 @@ token or sequence is one more named array here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 
@@ -19,8 +19,6 @@ from torch import Tensor
 from minillm.model.draw import Draw
 from minillm.serve.requests.params import SamplingParams
 
-NOTHING = np.zeros(0, np.int64)
-NO_MOVES = np.zeros((0, 3), np.int64)
 Row = tuple[SamplingParams, Sequence[int], Draw]  # what a request asks for; its prompt and answer so far; its draws
 
 
@@ -50,23 +48,6 @@ class SamplingInputs:
     @property
     def greedy_only(self) -> bool:
         return self.temperature is None
-
-    def only(self, keep: np.ndarray) -> "SamplingInputs":
-        """The same for the tokens where keep [t] is true; the others get the likeliest token and nothing else."""
-        if self.greedy_only:
-            return self
-        kept = keep[self.penalty_rows]
-        return replace(
-            self,
-            temperature=np.where(keep, self.temperature, 0.0),
-            top_k=np.where(keep, self.top_k, inf),
-            top_p=np.where(keep, self.top_p, 1.0),
-            min_p=np.where(keep, self.min_p, 0.0),
-            logprobs=np.where(keep, self.logprobs, -1),
-            penalty=self.penalty[kept],
-            penalty_rows=self.penalty_rows[kept],
-            penalty_ids=self.penalty_ids[kept],
-        )
 
 
 def sampling_inputs(rows: Sequence[Row], logits_rows: Sequence[int] | None = None) -> SamplingInputs:

@@ -1,20 +1,16 @@
 """After the forward pass: from what was sampled to answers that have grown.
 
     advance   what the pass computed counts; forks of prompts that have just been completed
-    finish    read the tokens ───────────────────────────────▶ give: accepted; does one end its answer?
-              with speculation: draft tokens against logits ──▶ give
+    finish    read the tokens (with speculation: `Speculation.verify`) ──▶ give: accepted; does one end its answer?
 
 The host reads the device once in a step. What goes wrong here for one request, logits that are not finite or sampling
 that raises, ends that request alone.
 """
 
-import torch
-
 from minillm.serve.requests.params import Token
 from minillm.serve.requests.request import Sample
 from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.step import Ready, Step
-from minillm.serve.sample.batch import NOT_FINITE
 
 
 class NextTokens:
@@ -28,7 +24,7 @@ class NextTokens:
         self.scheduler.advance(step.plan)
         if step.forks:
             step.ready = [row for each in step.ready for row in self._with_forks(each)]
-        for row, failure in (step.outputs.faults or {}).items():
+        for row, failure in step.outputs.faults.items():
             self._failed(step.ready[row][0], failure)
 
     def finish(self, step: Step) -> int:
@@ -37,7 +33,10 @@ class NextTokens:
             return 0
         if self.speculation is None:
             return self._give(step, [token and [token] for token in step.outputs.sampled.read()])
-        return self._give(step, self._verified(step))
+        tokens, faults = self.speculation.verify(step)
+        for sample, failure in faults:
+            self._failed(sample, failure)
+        return self._give(step, tokens)
 
     def _with_forks(self, ready: Ready) -> list[Ready]:
         """The sample; if it is the first of several, they all, which run from here on."""
@@ -50,49 +49,25 @@ class NextTokens:
         return [(each, start, end) for each in samples]
 
     def _give(self, step: Step, tokens: list[list[Token] | None]) -> int:
-        """Adds to each answer its tokens (None: its logits are not finite); returns how many were added."""
+        """Adds to each answer its tokens; returns how many were added.
+
+        tokens: None for logits that are not finite, none if only a draft token made them so.
+        """
         for (sample, _, _), given in zip(step.ready, tokens, strict=True):
             if given is None:
                 self.scheduler.pool.invalidate(step.table(sample))
                 if sample.reason is None:
                     reason = f"its logits are not finite after {sample.num_tokens} tokens (NaN or infinite)"
                     self.requests.end(sample.request, "failed", reason)
-        sampled, ended = 0, []
+        sampled = 0
         for row, ((sample, _, _), given) in enumerate(zip(step.ready, tokens, strict=True)):
-            if given and sample.reason is None and row not in step.dropped:
+            if sample.reason is not None or row in step.dropped:
+                continue
+            if given:
                 sampled += self._accept(sample, given)
-                if sample.reason is not None:
-                    ended.append(sample.request)
-        for request in ended:
-            self.requests.close_if_done(request)
-        return sampled
-
-    def _verified(self, step: Step) -> list[list[Token] | None]:
-        """With speculation: the accepted draft tokens of each and one more. Nothing where a draft is no good."""
-        logits = step.outputs.logits
-        if not all([sample.request.params.greedy_only for sample, _, _ in step.ready]):
-            logits = logits.cpu()  # drafts are checked there; for greedy ones the likeliest tokens say all
-        most, likeliest = logits.max(-1)
-        best = torch.where(most.isfinite(), likeliest, NOT_FINITE).tolist()
-        found: list[list[Token] | None] = []
-        for sample, start, end in step.ready:
-            ended = sample.reason is not None  # cancelled; failed just now by another sample
-            if best[start] < 0 and (ended or end - start == 1):
-                found.append(None)
-            elif ended:
-                found.append([])
-            elif best[start] < 0:  # a draft token may have spoilt it: 0 · nan is nan, also behind a mask
-                self.speculation.drop(sample)
+            else:  # its draft spoilt the pass
                 self.scheduler.commit_accepted(sample)
-                found.append([])
-            else:
-                usable = next((row for row in range(start, end) if best[row] < 0), end)
-                try:
-                    found.append(self.speculation.check(sample, logits[start:usable], best[start:usable]))
-                except Exception as failure:
-                    self._failed(sample, failure)
-                    found.append([])
-        return found
+        return sampled
 
     def _failed(self, sample: Sample, failure: Exception) -> None:
         """Sampling raised for this sample, so its request ends."""

@@ -19,6 +19,7 @@ from minillm.model import ModelConfig
 from minillm.serve.requests.params import Token
 from minillm.serve.requests.request import Sample
 from minillm.serve.run.step import Step
+from minillm.serve.sample.batch import NOT_FINITE
 from minillm.serve.sample.reference import described, filtered
 from minillm.serve.schedule.sequence import Plan
 from minillm.serve.speculate.adaptive import AdaptiveK, Counts
@@ -87,6 +88,36 @@ class Speculation:
                 step.drafts[place] = drafted
                 plan.batch[place] = sample, lacking + len(drafted)
 
+    def verify(self, step: Step) -> tuple[list[list[Token] | None], list[tuple[Sample, Exception]]]:
+        """(for each sample of `step.ready` the accepted draft tokens and one more, what raised for which).
+
+        None: its logits are not finite; no tokens: they are not finite because of the draft, which is dropped.
+        """
+        logits = step.outputs.logits
+        if not all([sample.request.params.greedy_only for sample, _, _ in step.ready]):
+            logits = logits.cpu()  # drafts are checked there; for greedy ones the likeliest tokens say all
+        most, likeliest = logits.max(-1)
+        best = torch.where(most.isfinite(), likeliest, NOT_FINITE).tolist()
+        verified: list[list[Token] | None] = []
+        faults: list[tuple[Sample, Exception]] = []
+        for sample, start, end in step.ready:
+            ended = sample.reason is not None or any(sample.request is other.request for other, _ in faults)
+            if best[start] < 0 and (ended or end - start == 1):
+                verified.append(None)
+            elif ended:
+                verified.append([])
+            elif best[start] < 0:  # a draft token may have spoilt it: 0 · nan is nan, also behind a mask
+                sample.drafting.draft, sample.num_draft_tokens = None, 0
+                verified.append([])
+            else:
+                usable = next((row for row in range(start, end) if best[row] < 0), end)
+                try:
+                    verified.append(self.check(sample, logits[start:usable], best[start:usable]))
+                except Exception as failure:
+                    faults.append((sample, failure))
+                    verified.append([])
+        return verified, faults
+
     def check(self, sample: Sample, logits: Tensor, likeliest: list[int]) -> list[Token]:
         """The next tokens, from logits [draft tokens + 1, vocab_size]. likeliest: their largest."""
         params, state = sample.request.params, self._state(sample)
@@ -129,10 +160,6 @@ class Speculation:
             return
         k = self.k.k(state.tried, state.kept, state.drafts) if isinstance(self.k, AdaptiveK) else self.k
         sample.num_draft_tokens = max(0, min(k, sample.limit - sample.num_tokens - 1))
-
-    def drop(self, sample: Sample) -> None:
-        """Its draft is no good: the next step is without one."""
-        sample.drafting.draft, sample.num_draft_tokens = None, 0
 
     def observe(self, step: Step) -> None:
         """Hands the hidden states of what this step verified to a proposer that wants them, each position once."""

@@ -9,6 +9,7 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, AsyncLLM, SamplingParams
+from minillm.serve.requests.output import output_of
 
 CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=48, init_std=0.2)
 MODEL = Transformer(CONFIG, seed=3)
@@ -99,7 +100,7 @@ def test_a_consumer_that_leaves_cancels_its_request(how):
         assert (await stays).answers[0].ids == naive(PROMPTS[1], 16)
         while requests[0].ended is None:
             await asyncio.sleep(0.01)
-        assert [answer.reason for answer in requests[0].output().answers] == ["cancelled"]
+        assert [answer.reason for answer in output_of(requests[0]).answers] == ["cancelled"]
 
     run(use)
 

@@ -14,8 +14,8 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.run import model_runner
 from minillm.serve.run.decode_graphs import DecodeGraphs
+from minillm.serve.sample import isolate
 from minillm.serve.sample.batch import SampledTokens
 from minillm.serve.speculate import NGram
 
@@ -139,7 +139,7 @@ def test_what_is_wrong_with_one_request_ends_it_alone(monkeypatch):
         model.embedding.weight[60] = float("nan")
         model.head.weight[60] = 0  # never the likeliest
     llm = LLM(model, block_size=4, num_blocks=40, async_scheduling=True)
-    right, calls = model_runner.sample_on_device, []
+    right, calls = isolate.sample_on_device, []
 
     def spoilt(logits, inputs, *more):
         if not inputs.greedy_only and 0.123 in inputs.min_p:
@@ -148,7 +148,7 @@ def test_what_is_wrong_with_one_request_ends_it_alone(monkeypatch):
                 raise RuntimeError("no such kernel")
         return right(logits, inputs, *more)
 
-    monkeypatch.setattr(model_runner, "sample_on_device", spoilt)
+    monkeypatch.setattr(isolate, "sample_on_device", spoilt)
     odd = SamplingParams(max_tokens=8, temperature=0.9, min_p=0.123, n=2, seed=1)
     names = [llm.add(prompt, SamplingParams(max_tokens=8)) for prompt in PROMPTS]
     names += [llm.add([60, 1], SamplingParams(max_tokens=8, n=2)), llm.add([3, 2], odd)]

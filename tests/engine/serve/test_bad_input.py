@@ -9,7 +9,7 @@ from course.lab14_continuous_batching.baselines import StaticBatches, TimerBatch
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.run import model_runner
+from minillm.serve.sample import isolate
 from minillm.serve.speculate.proposers.ngram import NGram
 
 CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=48, init_std=0.2)
@@ -177,8 +177,8 @@ def test_a_request_whose_sampling_raises_ends_alone(speculating, temperature, mo
 
         return call
 
-    batch = spoilt(model_runner.sample_on_device, lambda logits, inputs, *_: () if inputs.greedy_only else inputs.min_p)
-    monkeypatch.setattr(model_runner, "sample_on_device", batch)
+    batch = spoilt(isolate.sample_on_device, lambda logits, inputs, *_: () if inputs.greedy_only else inputs.min_p)
+    monkeypatch.setattr(isolate, "sample_on_device", batch)
     llm = LLM(MODEL, block_size=4, num_blocks=40, **options)
     if speculating:
         check = spoilt(llm.speculation.check, lambda sample, logits, likeliest: [sample.request.params.min_p])

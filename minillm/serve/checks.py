@@ -1,0 +1,45 @@
+"""What `LLM` refuses before it builds anything."""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from inspect import Parameter, signature
+
+from minillm.model.config import check_generates
+
+
+def check_engine(
+    model: object,
+    tokenizer: object,
+    clock: object,
+    backend: object,
+    proposer: object,
+    scheduler: Callable,
+    scheduling: dict[str, object],
+    async_scheduling: object,
+) -> None:
+    """ValueError, with the value and the fix, for what `LLM` cannot work with. scheduling: the scheduler's options."""
+    if not hasattr(model, "config") or not hasattr(model, "embedding"):
+        raise ValueError(f"model {model!r} must be a Transformer, as `load_hf(folder)` returns one.")
+    check_generates(model.config)
+    if tokenizer is not None and not hasattr(tokenizer, "stream"):
+        raise ValueError(f"tokenizer {tokenizer!r} must be a Tokenizer, as `Tokenizer.load()`, or None.")
+    if not callable(clock):
+        raise ValueError(f"clock {clock!r} must be a function that returns seconds, as time.perf_counter.")
+    if backend is not None and not callable(backend):
+        raise ValueError(f"backend {backend!r} must be an attention function, as `model.paged.gathered`, or None.")
+    lacking = [name for name in ("propose", "observe", "forget", "wants_hidden") if not hasattr(proposer, name)]
+    if proposer is not None and lacking:
+        raise ValueError(f"proposer {proposer!r} has no {lacking[0]}: it must be a Proposer, as `NGram()`, or None.")
+    if async_scheduling not in (True, False):
+        raise ValueError(f"async_scheduling {async_scheduling!r} must be True or False.")
+    if async_scheduling and proposer is not None:
+        raise ValueError("async_scheduling with a proposer: drafts need tokens that are not read yet, leave one out.")
+    known = signature(scheduler).parameters
+    if any(each.kind is Parameter.VAR_KEYWORD for each in known.values()):
+        return
+    for name in scheduling:
+        if name not in known:
+            options = [each.name for each in known.values() if each.kind is Parameter.KEYWORD_ONLY]
+            close = get_close_matches(name, options, 1)
+            hint = f"did you mean {close[0]}?" if close else f"a scheduler takes {', '.join(options)}."
+            raise ValueError(f"LLM has no option {name!r}: {hint}")
