@@ -145,11 +145,9 @@ def check_low_rank(learner: Callable) -> Receipt:
         leaves = [predict.low_rank_error(values, rank) / whole for rank in range(len(values) + 1)]
         rank = next(r for r, each in enumerate(leaves) if each <= error)
         if ranks[-1] != rank:
-            wrong = (
-                wrong
-                or f"{name}: your rank is {ranks[-1]}; {rank} is the smallest that is good enough: it leaves "
-                + (f"{leaves[rank]:.3f} of ‖W‖, and {max(rank - 1, 0)} leaves {leaves[max(rank - 1, 0)]:.3f}.")
-            )
+            before = max(rank - 1, 0)
+            said = f"{name}: your rank is {ranks[-1]}; {rank} is the smallest that is good enough: it leaves "
+            wrong = wrong or f"{said}{leaves[rank]:.3f} of ‖W‖, and {before} leaves {leaves[before]:.3f}."
             continue
         measured = float((weight - left @ right).norm()) / whole
         if not abs(measured - leaves[rank]) <= 1e-6 and not wrong:

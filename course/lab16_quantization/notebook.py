@@ -85,7 +85,8 @@ sliders(figures.grid_of_a_row, bits=(2, 8), group=[8, 16, 32, 64, 128], outlier=
 
 # %%
 def quantize_int4(weight, group):
-    """weight: [out, in], float32 -> (bytes, uint8 [out, in / 2]; scales, bfloat16 [out, in / group]).
+    """weight: [out, in], float32 -> (bytes, uint8 [out, in / 2]; scales, bfloat16
+    [out, in / group]).
 
     A group of zeros has the scale 1."""
     # BEGIN SOLUTION
@@ -145,7 +146,7 @@ measured_noise = experiments.noise_by_group(figures.GROUPS)
 
 
 def noise_by_group():
-    """Signal to noise of the target's weights by bits per weight: int4 and int8 in groups of several sizes."""
+    """Signal to noise of the target's weights by bits per weight, for int4 and int8 in groups."""
     return figures.draw_noise(measured_noise)
 
 
@@ -216,8 +217,10 @@ def round_int4(weight, group):
 
 
 def awq_factors(weight, x, group, steps=20):
-    """weight: [out, in]; x: [rows, in], inputs of the layer, in float32 -> s, [in]: of the candidates the one whose
-    rounded weights, round_int4(weight * s, group), give the outputs nearest to x @ weight.T (sum of squares)."""
+    """weight: [out, in]; x: [rows, in], inputs of the layer, in float32 -> s, [in].
+
+    Of the candidates the one whose rounded weights, round_int4(weight * s, group), give the outputs
+    nearest to x @ weight.T (sum of squares)."""
     # BEGIN SOLUTION
     size = x.abs().mean(0)
     best, least = None, float("inf")
@@ -339,8 +342,9 @@ receipts.cache(quantize_kv)
 
 # %%
 def two_of_four(weight):
-    """weight: [out, in], in a multiple of 4 -> (values, [out, in / 2]; places 0 .. 3, uint8 [out, in / 2]): of every
-    four inputs in a row the two with the largest |w|, in the order of their places."""
+    """weight: [out, in], in a multiple of 4 -> (values, [out, in / 2]; places 0 .. 3, uint8
+    [out, in / 2]): of every four inputs in a row the two with the largest |w|, in the order of
+    their places."""
     # BEGIN SOLUTION
     fours = weight.unflatten(1, (-1, 4))
     places = fours.abs().topk(2, dim=-1).indices.sort(dim=-1).values
@@ -360,8 +364,8 @@ two_of_four = check("two-of-four", two_of_four)
 
 # %%
 def low_rank(weight, error):
-    """-> (A, [out, r]; B, [r, in]) with the smallest r for which ‖weight - A B‖ <= error · ‖weight‖ (Frobenius).
-    `torch.linalg.svd` is allowed; 0 < error < 1."""
+    """-> (A, [out, r]; B, [r, in]) with the smallest r for which ‖weight - A B‖ <= error · ‖weight‖
+    (Frobenius). `torch.linalg.svd` is allowed; 0 < error < 1."""
     # BEGIN SOLUTION
     u, values, v = torch.linalg.svd(weight, full_matrices=False)
     left_out = values.square().flip(0).cumsum(0).flip(0)  # by rank: what is left out of it
@@ -377,7 +381,7 @@ spectrum = experiments.spectrum()
 
 
 def tail_of_singular_values():
-    """Error of the best matrix of each rank beside that of int4, for one of the target's layers, by bytes."""
+    """Error of the best matrix of each rank and of int4, for one of the target's layers, by bits."""
     return figures.draw_spectrum(spectrum)
 
 
@@ -409,7 +413,7 @@ formats_measured = experiments.formats()
 
 
 def bytes_error_speed():
-    """Bits per byte and tokens per second of the target in each format, by its bytes; the draft beside them."""
+    """Bits per byte and tokens per second of the target in each format, by its bytes, and the draft."""
     return figures.draw_formats(formats_measured)
 
 
