@@ -54,6 +54,22 @@ def calibration() -> Tensor:
     return windows_of(tokenize(corpus(), Tokenizer.load(), "train"), *CALIBRATION)
 
 
+@cache
+@torch.no_grad()
+@one_thread()
+def original() -> Tensor:
+    """[tokens, vocab_size]: log-probabilities that the target gives after each held-out token."""
+    return target()(held_out()[0]).float().log_softmax(-1).flatten(0, 1)
+
+
+@torch.no_grad()
+@one_thread()
+def divergence(model: nn.Module) -> float:
+    """KL to the target, Σ p · log(p / q) of the next token in nats: the mean over the held-out windows."""
+    theirs = model(held_out()[0]).float().log_softmax(-1).flatten(0, 1)
+    return float(F.kl_div(theirs, original(), reduction="batchmean", log_target=True))
+
+
 @torch.no_grad()
 @one_thread()
 def text_bits(model: nn.Module, attention: Callable = sdpa) -> float:
@@ -86,11 +102,12 @@ def token_seconds(model: Transformer, new: int = 8, repeats: int = 3) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """A model in some format. seconds: of a decoded token."""
+    """A model in some format. kl: to the target, in nats. seconds: of a decoded token."""
 
     name: str
     bytes: int
     bits_per_byte: float
+    kl: float
     seconds: float
     kernel: str
 
@@ -111,10 +128,12 @@ def formats() -> list[Measured]:
     found = []
     for name in FORMATS:
         model, kernel = in_format(name)
-        found.append(Measured(name, nbytes(model), text_bits(model), token_seconds(model), kernel))
-    draft = target("draft")
-    found.append(Measured("draft, float32", nbytes(draft), text_bits(draft), token_seconds(draft), "torch's linear"))
-    return found
+        found.append(_measured(name, model, kernel))
+    return [*found, _measured("draft, float32", target("draft"), "torch's linear")]
+
+
+def _measured(name: str, model: Transformer, kernel: str) -> Measured:
+    return Measured(name, nbytes(model), text_bits(model), divergence(model), token_seconds(model), kernel)
 
 
 def layers() -> dict[str, Tensor]:
@@ -216,6 +235,15 @@ def with_weights(change: Callable[[Tensor, Tensor], Tensor]) -> float:
             for group in groups:
                 for layer in group.layers.values():
                     layer.weight.copy_(change(layer.weight, group.inputs.gram))
+    return text_bits(model) / plain_bits() - 1
+
+
+@torch.no_grad()
+def with_program(model: Transformer, program: Callable[[Tensor, int], Tensor], group: int) -> float:
+    """Relative change of the bits per byte, if every layer becomes program(weight, group)."""
+    for layer in model.blocks.modules():
+        if type(layer) is nn.Linear:
+            layer.weight.copy_(program(layer.weight, group))
     return text_bits(model) / plain_bits() - 1
 
 

@@ -85,8 +85,9 @@ def draw_noise(found: dict[str, list[tuple[float, float]]]) -> Figure:
         drawn = look(index)
         axes.plot(*zip(*points, strict=True), color=drawn.color, marker=drawn.marker, label=f"{name}, groups of "
                   f"{GROUPS[0]} (left) to {GROUPS[-1]}")  # fmt: skip
-        for group, point in zip(GROUPS, points, strict=True):
-            axes.annotate(str(group), point, xytext=(0, 7), textcoords="offset points", fontsize=9, ha="center")
+        for place, (group, point) in enumerate(zip(GROUPS, points, strict=True)):
+            offset = (-12, 2) if place == 0 else (8, -12) if place == 1 else (0, 8 if group > 16 else -15)
+            axes.annotate(str(group), point, xytext=offset, textcoords="offset points", fontsize=9, ha="center")
     bits, start = np.array((4.0, 9.2)), found["int4"][0]
     axes.plot(bits, start[1] + 6.02 * (bits - start[0]), color=MUTED, linestyle=":", marker="", label="6.02 dB a bit")
     axes.set(xlabel="bits per weight, scales included", ylabel="signal to noise (dB)")
@@ -108,29 +109,33 @@ def draw_spectrum(found: Spectrum) -> Figure:
         drawn = look(index)
         axes.plot(each_bits, error, linestyle="", marker=drawn.marker, markersize=8, color=drawn.color, label=name)
     axes.axvline(16, color=MUTED, linewidth=0.8, linestyle=":")
-    axes.annotate("the matrix in 16 bits", (16, 0.92), xytext=(4, 0), textcoords="offset points", fontsize=9)
-    axes.set(xlabel="bits per weight of the matrix", ylabel="relative error ‖W - Ŵ‖ / ‖W‖", ylim=(0, 1.02))
+    axes.annotate("the matrix in 16 bits", (16, 0.92), xytext=(5, 0), textcoords="offset points", fontsize=9)
+    axes.set(xlabel="bits per weight of the matrix", ylabel="relative error ‖W - Ŵ‖ / ‖W‖", ylim=(-0.03, 1.02))
     setting = f"{found.name} of the target, {outputs} x {inputs}"
     headline(axes, "At the same bytes rounding loses far less than cutting the rank", setting)
-    axes.legend(loc="upper right", bbox_to_anchor=(1, 0.86))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.48, 1))
     return figure
 
 
 def draw_formats(found: list[Measured]) -> Figure:
-    """Bits per byte and tokens per second of each format, by the model's bytes; the draft as a smaller model."""
+    """KL to the original and tokens per second of each format, by the model's bytes; the draft as a smaller model."""
     figure, (left, right) = subplots(1, 2, width=9, height=3.9)
     for index, each in enumerate(found):
         drawn = look(index)
         place = {"linestyle": "", "color": drawn.color, "marker": drawn.marker, "markersize": 8}
-        left.plot(each.bytes / 1e6, each.bits_per_byte, label=each.name, **place)
-        right.plot(each.bytes / 1e6, 1 / each.seconds, **place)
-    left.set(xlabel="the model's bytes (MB)", ylabel="bits per byte of held-out text", xlim=(0, None))
-    right.set(xlabel="the model's bytes (MB)", ylabel="tokens per second, one sequence", xlim=(0, None), yscale="log")
-    left.set_title("Error: lower is better")
-    right.set_title("Speed: higher is better")
+        if index:  # the original is no distance from itself
+            left.plot(each.bytes / 1e6, each.kl, **place)
+        right.plot(each.bytes / 1e6, 1 / each.seconds, label=each.name, **place)
+    left.set(ylabel="KL to the original (nats)", yscale="log")
+    right.set(ylabel="tokens per second", yscale="log")
+    left.set_title("Error on held-out text: lower is better")
+    right.set_title("One sequence on one thread: higher is better")
+    for axes in (left, right):
+        axes.set(xlabel="the model's bytes (MB)", xlim=(0, 1.1 * max(each.bytes for each in found) / 1e6))
+        axes.margins(y=0.12)
+        axes.grid(False, which="minor")
     log_ticks(right.yaxis)
-    headline(figure, "Fewer bytes cost little in error, and gain speed only where a kernel reads them",
-             "The committed target in each format, one thread of a CPU; the draft is a tenth of its size")  # fmt: skip
+    headline(figure, "Rounding costs little error, and gains speed only where a kernel reads the codes")
     figure.legend(loc="outside lower center", ncols=4)
     return figure
 
@@ -142,7 +147,7 @@ def _formats() -> tuple[Figure, dict[str, Any]]:
     found = experiments.formats()
     rows = {
         each.name: {"bytes": each.bytes, "bits_per_byte": each.bits_per_byte, "tokens_per_s": 1 / each.seconds}
-        | {"kernel": each.kernel}
+        | {"kl": each.kl, "kernel": each.kernel}
         for each in found
     }
     return draw_formats(found), rows

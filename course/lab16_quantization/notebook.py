@@ -413,7 +413,8 @@ formats_measured = experiments.formats()
 
 
 def bytes_error_speed():
-    """Bits per byte and tokens per second of the target in each format, by its bytes, and the draft."""
+    """KL to the original and tokens per second of the target in each format, by its bytes, and the
+    draft."""
     return figures.draw_formats(formats_measured)
 
 
@@ -424,9 +425,9 @@ speed.formats(formats_measured)
 
 # %% [markdown]
 # The order in the claim is the order of certainty. Bytes are arithmetic. The error depends on the weights and the text.
-# And speed depends on whether there is a kernel that reads the codes as they are: int8 has one on this CPU (see
-# `python -m minillm doctor`), NF4 and e4m3 are turned back into float32 before every product, which reads *more* bytes
-# than before.
+# And speed depends on a kernel that reads the codes as they are; the last column says what multiplied. Where it says
+# *dequantize*, codes are turned back into float32 before every product, which reads and writes *more* bytes than
+# before.
 #
 # ### When it ends
 #
@@ -499,12 +500,16 @@ receipts.programs(verdict)
 # - **F** is right: NF4, whose levels are not evenly spaced.
 # </details>
 #
-# What each of the bugs does to the target's text, all layers in int4 with groups of 32:
+# What each of the bugs does to the target's text, all layers in int4 with groups of 32, as trained and with the outliers of
+# section 3:
 
 # %%
 receipts.what_bugs_cost()
 
 # %% [markdown]
+# One scale for a whole tensor is a small bug in a model without outliers and a large one in a model that has them: test
+# with weights like those that you will serve.
+#
 # ## Where it loses
 #
 # ### Large batches and prompts, measured here
@@ -584,7 +589,7 @@ speed.interview()
 # Whatever waits for weights to be read: decoding at small batches, by 16 / (4 + 16/group), 3.9 times with groups of 128.
 # Prefill gains nothing, since its products take as long as before. Reading the cache does not change either.
 #
-# *Follow-up: up to which batch?* On an H100 the full factor holds up to about 76 sequences, and from 295 on it is 1.
+# *Follow-up: up to which batch?* On an H100 the full factor holds up to 76 sequences, and from 296 on it is 1.
 # </details>
 #
 # **2. Why groups, and why along the inputs?**

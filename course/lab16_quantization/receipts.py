@@ -242,13 +242,16 @@ def programs(verdict: Callable) -> Table:
 
 
 def what_bugs_cost(group: int = 32) -> Table:
-    """Every layer of the target through each of the programs."""
+    """Every layer of the target through each of the programs, with and without planted outliers."""
     lines = []
     for name in ("D", "C", "A", "E"):
         program = breaks.PROGRAMS[name]
-        change = experiments.with_weights(lambda weight, _, program=program: program(weight, group))
-        lines.append((name, breaks.BUGS[name], f"{change:+.2%}"))
-    return table("the target in int4", ("program", "bug", "bits per byte, change"), lines)
+        changes = [
+            experiments.with_program(make(), program, group) for make in (experiments.target, experiments.planted)
+        ]
+        lines.append((name, breaks.BUGS[name], *(f"{change:+.1%}" for change in changes)))
+    columns = ("program", "bug", "as trained", "planted outliers")
+    return table("the target in int4: change of the bits per byte", columns, lines)
 
 
 def verdicts() -> Receipt:

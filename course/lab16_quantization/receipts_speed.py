@@ -17,10 +17,10 @@ def formats(found: Sequence[Measured]) -> Table:
     plain = found[0]
     return table(
         "the target: bytes, error, speed of one sequence on one thread",
-        ("", "MB", "bits per byte", "change", "a token, CPU time", "times faster", "multiplied by"),
+        ("", "MB", "bits per byte", "change", "KL, nats", "a token, CPU time", "times faster", "multiplied by"),
         [
             (each.name, f"{each.bytes / 1e6:.1f}", f"{each.bits_per_byte:.4f}",
-             f"{each.bits_per_byte / plain.bits_per_byte - 1:+.2%}", seconds(each.seconds),
+             f"{each.bits_per_byte / plain.bits_per_byte - 1:+.2%}", f"{each.kl:.5f}", seconds(each.seconds),
              f"{plain.seconds / each.seconds:.2f}", each.kernel.removeprefix("torch._"))
             for each in found
         ],
