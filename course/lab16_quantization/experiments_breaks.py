@@ -33,7 +33,7 @@ def along_outputs(weight: Tensor, group: int) -> Tensor:
 
 
 def zero_off_by_one(weight: Tensor, group: int) -> Tensor:
-    """Codes are turned back with zero points that are one too large (AutoGPTQ's layout stores them minus one)."""
+    """Codes are turned back with zero points that are one too large (AutoGPTQ's first layout stores them minus one)."""
     format = Int(bits=4, group=group, symmetric=False)
     wide = format.grid(weight).spread(weight.shape[1])
     return format.decode(format.encode(weight, wide), wide._replace(zero=wide.zero + 1))

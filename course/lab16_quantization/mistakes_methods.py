@@ -114,7 +114,7 @@ mistake(
     "gptq-columns",
     "error of the column as it was",
     {"(left[:, j] - rounded[:, j])": "(weight[:, j] - rounded[:, j])"},
-    says="The error is taken from the weight as it was at the start: what earlier columns moved counts twice.",
+    says="The error is the distance from the original weight: what earlier columns moved is counted a second time.",
 )
 mistake(
     "gptq-columns",

@@ -495,8 +495,9 @@ receipts.programs(verdict)
 #   does, because it multiplies with other scales.
 # - **D** is right.
 # - **E: the zero point off by one.** All weights of a group move by one step in the same direction. GPTQ's first file
-#   layout stores zero points minus one on purpose, and a reader that does not know makes exactly this mistake
-#   ([AutoGPTQ#354](https://github.com/AutoGPTQ/AutoGPTQ/pull/354)).
+#   layout stores zero points minus one ([AutoGPTQ#325](https://github.com/AutoGPTQ/AutoGPTQ/pull/325)), its second does
+#   not, and folders do not always say which they are: a 27B model read the wrong way writes the same token for ever
+#   ([vLLM#38966](https://github.com/vllm-project/vllm/pull/38966)).
 # - **F** is right: NF4, whose levels are not evenly spaced.
 # </details>
 #
@@ -569,7 +570,7 @@ receipts.peer()
 #
 # ```bash
 # python -m minillm quantize --model $DIR --method awq --bits 4 --group 128 --out $NEW --report
-# python -m minillm serve --model $NEW                                # here
+# python -m minillm generate "def parse(" --model $NEW                 # here
 # vllm serve $NEW                                                      # reads the same folder
 # ```
 #
