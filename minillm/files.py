@@ -6,6 +6,7 @@
 import contextlib
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +30,27 @@ def draft_of(path: Path, on_disk: bool = False) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` that becomes it when the block ends, on the disk; if it raises, nothing is left.
+    ValueError if something is there already."""
+    check_new(folder)
+    draft = folder.absolute().with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        os.replace(draft, folder)
+        flush(draft.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def check_new(folder: Path) -> None:
+    """ValueError unless the folder is empty or there is none."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} holds something already: name a new folder.")
 
 
 def flush(path: Path) -> None:

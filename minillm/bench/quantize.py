@@ -1,27 +1,35 @@
-"""Decoding one sequence with weights in 8 and 4 bits, against float32, bfloat16 and torchao's layers.
+"""Decoding one sequence with weights in 8 and 4 bits, against float32, bfloat16, torchao's layers and llama.cpp.
 
     target              the committed model: 23 MB in float32, so much of a step is not reading weights
-    Llama of 1024       hidden size 1024, 8 layers, random: 0.43 GB in float32, which no cache of a laptop holds
+    Llama of 1024       hidden size 1024, 8 layers, random: 0.43 GB in float32, which few caches hold
+    Llama of 1792       with --sizes 1792: 319 million parameters, 1.3 GB in float32
 
-A row's name says what the memory roofline allows, if nothing else took time: bytes of weights before, over after.
-Results are right if the logits are those of the same codes dequantized, to bfloat16's rounding.
+A row's name says how many times fewer bytes the weights take than the peer's: what would be won, if a step did nothing
+but read them from memory. Results are right if the logits are those of the same codes dequantized, to bfloat16's
+rounding. torchao and llama.cpp (the packages llama-cpp-python and gguf) are peers where they are installed; llama.cpp
+reads the same weights from a GGUF file in its own formats, Q8_0 beside int8 and Q4_0 beside int4.
 """
 
 import copy
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
-from torch import nn
 
 from minillm.bench.harness import BenchRow, bench_row, check_repeats, seconds_per_call, side_by_side
+from minillm.bench.quantize_peers import LlamaCpp, by_torchao, has_llama_cpp, write_gguf
 from minillm.model import ModelConfig, Transformer, load_hf
 from minillm.model.generate import folder_of, generate
 from minillm.quantize import Format, Int, Settings, kernels, nbytes, quantize, quantized_layers
 
 TARGET, LARGE, LARGEST = 0, 1024, 4096
 FORMATS: dict[str, Format] = {"int8": Int(), "int4, group 128": Int(bits=4, group=128)}
+GGUF = {"int8": "Q8_0", "int4, group 128": "Q4_0"}
 NEW = 24  # tokens of a sample
+PROMPT = [1, 2, 3]
 TOLERANCE = 0.05  # of logits, relative: bfloat16 through all layers
 
 
@@ -36,18 +44,39 @@ def of_model(size: int, repeats: int) -> list[BenchRow]:
     rows = []
     for what, format in FORMATS.items():
         ours = copy.deepcopy(original)
-        quantize(ours, Settings(format))
-        peers = {"float32": original, "bfloat16": copy.deepcopy(original).bfloat16()}
-        if what == "int8" and find_spec("torchao"):
-            peers["torchao int8"] = by_torchao(original)
-        for peer, theirs in peers.items():
-            least = "" if "torchao" in peer else f" (roofline {nbytes(theirs) / nbytes(ours):.1f})"
-            rows.append(compare(f"decode, {name}, {what}{least}", ours, peer, theirs, repeats))
+        kernel = next(iter(quantize(ours, Settings(format)).kernels))
+        rows += [
+            compare(f"decode, {name}, {what} by {kernel}{fewer}", ours, peer, decode, repeats)
+            for peer, fewer, decode in peers_of(original, ours, what)
+        ]
     return rows
 
 
-def compare(title: str, ours: Transformer, peer: str, theirs: Transformer, repeats: int) -> BenchRow:
-    samples = [seconds_per_call(lambda model=model: list(generate(model, [1, 2, 3], NEW))) for model in (ours, theirs)]
+def peers_of(original: Transformer, ours: Transformer, what: str) -> Iterator[tuple[str, str, Callable[[], list[int]]]]:
+    """(name, how many times fewer bytes ours has, what decodes), one after the other: few are in memory at once."""
+
+    def row(peer: str, model: Transformer, bytes_known: bool = True) -> tuple[str, str, Callable[[], list[int]]]:
+        fewer = f" ({nbytes(model) / nbytes(ours):.1f} times fewer bytes)" if bytes_known else ""
+        return peer, fewer, lambda: list(generate(model, PROMPT, NEW))
+
+    yield row("float32", original)
+    yield row("bfloat16", copy.deepcopy(original).bfloat16())
+    if what == "int8" and find_spec("torchao"):
+        yield row("torchao int8", by_torchao(original), bytes_known=False)
+    if has_llama_cpp():
+        with llama_cpp_of(original, GGUF[what]) as theirs:
+            yield f"llama.cpp {GGUF[what]}", "", lambda: theirs.generate(PROMPT, NEW)
+
+
+@contextmanager
+def llama_cpp_of(model: Transformer, kind: str) -> Iterator[LlamaCpp]:
+    with tempfile.TemporaryDirectory(prefix="minillm-") as folder:
+        write_gguf(model, Path(folder) / "model.gguf", kind)
+        yield LlamaCpp(Path(folder) / "model.gguf", model.config.max_seq_len)
+
+
+def compare(title: str, ours: Transformer, peer: str, theirs: Callable[[], list[int]], repeats: int) -> BenchRow:
+    samples = [seconds_per_call(call) for call in (lambda: list(generate(ours, PROMPT, NEW)), theirs)]
     times = side_by_side(lambda: agrees(ours), *samples, repeats=repeats)
     return bench_row(title, peer, times, "ms/token", scale=1e3 / NEW)
 
@@ -71,12 +100,3 @@ def model_of(size: int) -> tuple[str, Transformer]:
     heads = size // 64
     config = ModelConfig(4096, size, 11 * size // 4 // 128 * 128, 8, heads, max_seq_len=256, tie_embeddings=True)
     return f"Llama of {size}", Transformer(config)
-
-
-def by_torchao(model: Transformer) -> Transformer:
-    """A copy whose layers in the blocks are torchao's, int8 weights per channel."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    copied = copy.deepcopy(model).bfloat16()  # what its kernel on the CPU is for
-    quantize_(copied, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, nn.Linear) and "blocks" in name)
-    return copied

@@ -103,13 +103,14 @@ def gpu(cuda: Any = None, nccl: Callable[[], bool] | None = None) -> Line:
     return Line("gpu", "info", f"{names}; {'NCCL is available' if nccl() else 'NCCL is missing: ranks use gloo'}")
 
 
-def packed_kernels(found: Callable[[], bool] | None = None) -> Line:
+def packed_kernels(found: Callable[[], dict[str, str]] | None = None) -> Line:
     """Information only: without them quantized weights are smaller, but not faster."""
-    from minillm.quantize.kernels import INT4, INT8, has_packed_kernels
+    from minillm.quantize.kernels import available
 
-    if (found or has_packed_kernels)():
-        return Line("quantized", "info", f"int8 by {INT8}, int4 in groups by {INT4}, others dequantized first")
-    return Line("quantized", "info", "this CPU has no packed kernels: weights are dequantized first, and decode slower")
+    if names := (found or available)():
+        by = ", ".join(f"{what} by {kernel}" for what, kernel in names.items())
+        return Line("quantized", "info", f"{by}, others dequantized first")
+    return Line("quantized", "info", "no packed kernels here: weights are dequantized first, and decode slower")
 
 
 def gloo(all_reduce: Callable[[], list[float]] | None = None) -> Line:

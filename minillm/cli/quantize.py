@@ -4,6 +4,7 @@ The folder is in compressed-tensors' layout, which transformers loads, and `gene
 cost and gained, on held-out text.
 """
 
+import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +16,14 @@ from typer import Option
 from minillm.cli.folders import check_new_folder
 from minillm.cli.given import is_given
 from minillm.data import Tokenizer, corpus, tokenize
+from minillm.files import check_new
 from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.model import load_hf
 from minillm.model.generate import device_of, folder_of
+from minillm.model.hf.load import stored_dtype
 from minillm.quantize import METHODS, NF4, Float8, Format, Int, Settings, quantize
 from minillm.quantize.calibrate import windows_of
-from minillm.quantize.folder import check_new, layout_of_format, save_quantized
+from minillm.quantize.folder import layout_of_format, save_quantized
 from minillm.quantize.quality import compare, table
 
 FORMATS = ("int", "float8", "nf4")
@@ -64,14 +67,13 @@ def command(
         check_new(out)
     folder, where = folder_of(model), device_of(device)
     original, tokenizer = load_hf(folder, device=where, dtype=torch.float32), Tokenizer.load(folder)
-    stored = load_hf(folder).embedding.weight.dtype
     text = corpus(data) if settings.needs_text or report else None
     seq_len = min(seq_len, original.config.max_seq_len)
     inputs = windows_of(tokenize(text, tokenizer, "train"), windows, seq_len) if settings.needs_text else None
-    quantized = load_hf(folder, device=where, dtype=torch.float32)
+    quantized = copy.deepcopy(original) if report else original
     typer.echo(quantize(quantized, settings, inputs, progress=True))
     if out is not None:
-        save_quantized(quantized.to(stored), out, folder)
+        save_quantized(quantized.to(stored_dtype(folder)), out, folder)
         typer.echo(f'{out} is written: try `python -m minillm generate --model {out} "def "`')
         quantized = load_hf(out, device=where, dtype=torch.float32)
     if report:

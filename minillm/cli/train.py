@@ -17,6 +17,7 @@ from typer import Option
 
 from minillm.cli.folders import check_new_folder
 from minillm.cli.given import is_given
+from minillm.cli.train_report import report
 from minillm.comm import RankError, is_root, launch
 from minillm.data import TokenDataset
 from minillm.measure.provenance import JsonFile, provenance, write_json
@@ -36,16 +37,18 @@ from minillm.train.presets import SIZES
 from minillm.train.run import STOP, interrupts
 from minillm.train.run_folder import claim_unused, locked
 
+DISTIL_SHARE = 0.5  # of the loss, with a teacher
 TIMEOUT_S = 900.0  # a rank may wait this long for another one; one that hangs is found before (heartbeat.Limits)
 NODES_S = 900.0  # for which ranks of a number that does not divide wait for torchrun's nodes to come or go
 RESTART_S = 60.0  # for which the ranks that torchrun starts again wait for the last of those before them to end
 
 
-RUN, MODEL, DATA, OPTIMIZER, STEP, DATA_PARALLEL, PARALLEL, CHECKPOINTS, OUTPUT = (
+RUN, MODEL, DATA, DISTILLATION, OPTIMIZER, STEP, DATA_PARALLEL, PARALLEL, CHECKPOINTS, OUTPUT = (
     partial(Option, rich_help_panel=panel)
     for panel in (
-        "Run", "Model", "Data", "Optimizer", "How a step is computed", "Parallel layout: data, ZeRO and experts",
-        "Parallel layout: tensor, pipeline and context", "Checkpoints", "Output",
+        "Run", "Model", "Data", "Distillation", "Optimizer", "How a step is computed",
+        "Parallel layout: data, ZeRO and experts", "Parallel layout: tensor, pipeline and context",
+        "Checkpoints", "Output",
     )
 )  # fmt: skip
 
@@ -79,6 +82,15 @@ def command(
         bool,
         DATA("--documents/--no-documents", help="Tokens see their own document only, where a window holds several."),
     ] = DEFAULTS["documents"],
+    teacher: Annotated[
+        str | None, DISTILLATION(metavar="NAME|PATH", help="A trained model to learn from: target, or a folder.")
+    ] = DEFAULTS["teacher"],
+    distil_share: Annotated[
+        float, DISTILLATION(help="Of the loss, what is the teacher's.", show_default="0.5 with --teacher")
+    ] = DEFAULTS["distil_share"],
+    distil_temperature: Annotated[
+        float, DISTILLATION(help="Flattens both models' distributions in the teacher's loss.")
+    ] = DEFAULTS["distil_temperature"],
     lr: Annotated[float, OPTIMIZER(help="Highest learning rate.")] = DEFAULTS["lr"],
     warmup_steps: Annotated[int, OPTIMIZER(help="Steps until it is reached.")] = DEFAULTS["warmup_steps"],
     weight_decay: Annotated[float, OPTIMIZER(help="Of matrices.")] = DEFAULTS["weight_decay"],
@@ -148,7 +160,8 @@ def command(
     folder = begun or (runs / run if run else _latest(runs) if resume else None)
     dp = _data_parallel(dp, {"tp": tp, "pp": pp, "cp": cp})
     is_new = not resume and not (begun and (begun / SETTINGS_FILE).exists())
-    settings = DEFAULTS | given if is_new else _saved_settings(folder, given, dp)
+    defaults = DEFAULTS | ({} if teacher is None else {"distil_share": DISTIL_SHARE})
+    settings = defaults | given if is_new else _saved_settings(folder, given, dp)
     if offload and not zero:
         raise ValueError(f"--offload {offload} needs shards to move: add --zero 1, 2 or 3")
     rows = settings["batch_size"] * settings["accumulate"]
@@ -181,7 +194,7 @@ def command(
     if is_root():
         if spent := read_goodput(job.folder):
             found["goodput"] = spent.to_json()
-        _report(found, job.folder)
+        report(found, job.folder)
         write_json(json_file, {"provenance": provenance(), **found})
     return 130 if found["interrupted"] and not may_restart() else 0  # torchrun would take 130 for a failure
 
@@ -224,6 +237,7 @@ def _check(job: TrainingJob) -> None:
                 "--compile does not look through the messages inside a model: leave it out with --tp, --pp and --cp"
             )
     job.torch_device()
+    job.check_teacher()
     if job.export_to:
         _check_export(job.export_to, config)
     TokenDataset(job.texts()[0], config.seq_len)
@@ -306,27 +320,3 @@ def _latest(runs: Path) -> Path:
     if not found:
         raise ValueError(f"--resume: no run under {runs} has a checkpoint: start one without --resume")
     return max(found, key=saved_at)
-
-
-def _report(found: dict[str, Any], folder: Path) -> None:
-    if peak := found.get("peak_bytes"):
-        print("\nmemory of the first step, each kind at its fullest")
-        print("\n".join(f"{kind:<10} {size / 2**20:>10.3f} MiB" for kind, size in peak.items()), end="\n\n")
-    if skipped := found.get("skipped_windows"):
-        ranges = ", ".join(f"{begin} to {end - 1}" for begin, end in skipped)
-        print(f"windows skipped after a bad loss: {ranges}")
-    if spent := found.get("goodput"):
-        print(f"goodput {spent['goodput']:.1%}: {read_goodput(folder)}")
-    if found["interrupted"]:
-        print(
-            f"saved after step {found['steps_done']}: python -m minillm train --resume --run {shlex.quote(folder.name)}"
-        )
-        return
-    loss, bits = found["validation_loss"], found["bits_per_byte"]
-    unigram, unigram_bits = found["unigram_entropy"], found["unigram_bits_per_byte"]
-    print(f"validation loss {loss:.4f} nats/token, {bits:.4f} bits per byte")
-    print(f"unigram entropy {unigram:.4f} nats/token, {unigram_bits:.4f} bits per byte: the best that ignores context")
-    if made := found.get("exported"):
-        print(
-            f"exported: {made['bits_per_byte']:.3f} bits per byte; python -m minillm generate --model {made['folder']}"
-        )

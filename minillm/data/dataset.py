@@ -74,6 +74,11 @@ class TokenDataset:
         windows = array[wanted[:, None] * self.seq_len + np.arange(self.seq_len + 1)].astype(np.int64)
         return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
+    def spread(self, count: int) -> list[int]:
+        """The indices of `count` windows at even distances, from the first on; of all, if there are not so many."""
+        count = min(count, len(self))
+        return [index * len(self) // count for index in range(count)]
+
     def documents(self, indices: Sequence[int] | np.ndarray) -> torch.Tensor:
         """int64 [len(indices), seq_len]: for each token of the windows, in full, the number of its
         document in the text. A separator belongs to the document that it ends."""

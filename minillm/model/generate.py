@@ -104,7 +104,7 @@ def heal(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[int], list[int] | N
     return ids[:-1], [i for i in candidates if tokenizer.decode_bytes([i]).startswith(tail)]
 
 
-def folder_of(model: str) -> Path:
+def folder_of(model: str, option: str = "--model") -> Path:
     """The folder of a committed checkpoint or of a path; ValueError, with the command to make it, if missing."""
     folder = CHECKPOINTS / model if model in COMMITTED else Path(model)
     if (folder / "config.json").is_file():
@@ -112,17 +112,17 @@ def folder_of(model: str) -> Path:
     if model in COMMITTED:
         raise ValueError(
             f"there is no {model} checkpoint yet: make it with "
-            f"`python -m minillm train --model-size {model} --export {folder}`, or name a folder with --model"
+            f"`python -m minillm train --model-size {model} --export {folder}`, or name a folder with {option}"
         )
     for run in (folder, RUNS / model):
         if (run / RUN_FILE).is_file():
             where = "" if run.parent == RUNS else f" --runs {shlex.quote(str(run.parent))}"
             raise ValueError(
-                f"--model {model} is a training run: `python -m minillm train --resume --run {shlex.quote(run.name)}"
+                f"{option} {model} is a training run: `python -m minillm train --resume --run {shlex.quote(run.name)}"
                 f"{where} --export FOLDER` makes the steps that it still lacks and writes a model folder"
             )
     raise ValueError(
-        f"--model {model} is no model folder (no config.json in it): name one, or {' or '.join(COMMITTED)}"
+        f"{option} {model} is no model folder (no config.json in it): name one, or {' or '.join(COMMITTED)}"
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from minillm.model.attention.causal import AttentionFunction, sdpa
 from minillm.model.config import ModelConfig
+from minillm.model.distillation import Goals, distillation_sums
 from minillm.model.initialise import WithoutInitialisation, draw_all, initial
 from minillm.model.loss import cross_entropy_sums, linear_cross_entropy_sums, weights_of_sequences
 from minillm.model.moe import MoE, RouterLosses
@@ -35,9 +36,11 @@ class Transformer(nn.Module):
     device: "meta" (or `with torch.device("meta"):`) builds shapes without memory; then `to_empty` and `initialize`.
     attention: the attention function of forward passes that bring none.
     What a model split over ranks does in its own way is an attribute: what the head makes of [batch, seq, hidden]
-    (`head_logits`, `head_loss`), how a parameter is drawn (`draw`), layers that share an input (`linears`), where the
-    tokens of a sequence stand that is cut over ranks (`positions_of`: their number -> [seq], None = 0 .. seq - 1), and
-    what routers need of its other parts (`router_losses_of`).
+    (`head_logits`, `head_loss`), the loss of logits beside a teacher's (`distil_loss`), how a parameter is drawn
+    (`draw`), layers that share an input (`linears`), where the tokens of a sequence stand that is cut over ranks
+    (`positions_of`: their number -> [seq], None = 0 .. seq - 1), and what routers need of its other parts
+    (`router_losses_of`).
+    goals: what a teacher says of the next pass with targets, whose loss is then `distillation`'s; None = no teacher.
     router_losses: what the routers said in the last pass with targets and gradients; None = there are no experts.
     """
 
@@ -54,6 +57,8 @@ class Transformer(nn.Module):
         self.config = config
         self.attention = attention
         self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial
+        self.goals: Goals | None = None
+        self.distil_loss = distillation_sums
         self.positions_of: Callable[[int], Tensor] | None = None
         self.router_losses: RouterLosses | None = None
         self.router_losses_of = RouterLosses
@@ -113,6 +118,8 @@ class Transformer(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: [batch, seq, hidden] after the last block -> (Σ weight · nll, Σ weight): `linear_cross_entropy_sums`."""
+        if self.goals is not None:
+            return self.distil_loss(self.logits(x), targets, weights, self.goals)
         if self.config.logit_soft_cap is not None:
             return cross_entropy_sums(self.logits(x), targets, weights)
         return self.head_loss(self.norm(x), self._head, targets, weights=weights)

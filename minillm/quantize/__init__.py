@@ -2,7 +2,7 @@
 
     formats.py    how a weight becomes a code: int8, int4 in groups, NF4, e4m3
     linear.py     `QuantizedLinear`, in place of `nn.Linear`
-    kernels.py    what multiplies: torch's packed kernels, or dequantize and multiply
+    kernels.py    what multiplies: torch's packed kernels, triton.py's on a GPU, or dequantize and multiply
     in_place.py   `quantize(model, settings)`: every linear layer of a model
 
 With text to calibrate on (calibrate.py, a block at a time) the rounding does less harm: rescale.py has AWQ and

@@ -89,8 +89,7 @@ def windows_of(tokens: Tokens, windows: int, seq_len: int) -> Tensor:
     if windows < 1 or seq_len < 1:
         raise ValueError(f"calibration over {windows} windows of {seq_len} tokens sees no text: use 1 or more of both.")
     dataset = TokenDataset(tokens, seq_len)
-    count = min(windows, len(dataset))
-    return dataset.batch([index * len(dataset) // count for index in range(count)])[0]
+    return dataset.batch(dataset.spread(windows))[0]
 
 
 @torch.no_grad()

@@ -10,17 +10,14 @@ layers are quantized is read from the tensors that are there; how, from `quantiz
 """
 
 import json
-import os
-import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from minillm.files import new_folder
 from minillm.model.config import ModelConfig
 from minillm.model.hf.families import Piece, config_to_hf, stored_tensors
 from minillm.model.hf.weights import Stored
@@ -35,7 +32,8 @@ from minillm.quantize.words import from_words, to_words
 
 PACKED, INTS, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-COPIED = (".json", ".jinja", ".model", ".txt")  # of a model's folder, beside its weights and config.json
+# beginnings of the names of what is copied: the tokenizer's files and how to generate
+COPIED = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "generation_config")
 
 
 @dataclass(frozen=True)
@@ -234,28 +232,9 @@ def save_quantized(model: Transformer, folder: str | Path, source: str | Path | 
     raw["quantization_config"] = layout.to_json(ignore)
     with new_folder(folder) as draft:
         for path in sorted(Path(source).iterdir()) if source is not None else []:
-            if path.suffix in COPIED and path.name != "config.json" and not path.name.endswith(".index.json"):
+            if path.name.startswith(COPIED):
                 shutil.copyfile(path, draft / path.name)
         write(tensors, draft, max_shard_bytes=None, beside={"config.json": raw})
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that becomes it when the block ends; if it raises, nothing is left."""
-    check_new(folder)
-    draft = folder.absolute().with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        draft.mkdir(parents=True)
-        yield draft
-        os.replace(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def check_new(folder: Path) -> None:
-    """ValueError if something is there already."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} holds something already: name a new folder.")
 
 
 def module_of(piece: Piece) -> str:

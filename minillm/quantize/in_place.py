@@ -121,7 +121,8 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def nbytes(model: nn.Module) -> int:
-    """Bytes of a model's weights, quantized or not; a tensor that is shared counts once."""
+    """Bytes of all parameters of a model, embedding and norms included, and of the codes, scales and zero points of
+    its quantized layers; a parameter that is shared counts once."""
     layers = quantized_layers(model)
     inside = {id(each) for layer in layers.values() for each in layer.parameters()}
     plain = sum(each.nbytes for each in model.parameters() if id(each) not in inside)

@@ -1,9 +1,10 @@
-"""What multiplies with packed weights: torch's own kernels on the CPU, or dequantize and multiply.
+"""What multiplies with packed weights: torch's own kernels on the CPU, ours on a GPU, or dequantize and multiply.
 
     int8 weights               torch._weight_int8pack_mm            reads a byte a weight
     int4 weights, in groups    torch._weight_int4pack_mm_for_cpu    reads half a byte, in an order of its own
     int8 weights and inputs    torch._int_mm                        sums of int8 products, in int32
-    all others, and a GPU      dequantize and multiply              right everywhere, and slower than not quantizing
+    4 bits on a CUDA GPU       triton.multiply_w4a16                reads half a byte, of int4 and of NF4
+    all others                 dequantize and multiply              right everywhere, and slower than not quantizing
 
 The packed kernels multiply in bfloat16 and sum in float32: with float32 inputs they fall back to a plain loop, ten
 times slower and more, so float32 inputs are rounded to bfloat16 first. In the three integer kernels the rows of a batch
@@ -14,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.quantize.formats import Format, Int, unpack_halves
+from minillm.quantize import triton
+from minillm.quantize.formats import NF4, Format, Int, unpack_halves
 
 INT4_GROUPS = (32, 64, 128, 256)  # what the kernel has been written for
 INT4_ROWS = 16  # outputs come in multiples of it
 INT4_BLOCK = 64  # outputs that are laid out together, or a multiple of their number
-DEQUANTIZE, INT8, INT4, W8A8 = (
-    "dequantize", "torch._weight_int8pack_mm", "torch._weight_int4pack_mm_for_cpu", "torch._int_mm",
+DEQUANTIZE, INT8, INT4, W8A8, W4A16 = (
+    "dequantize", "torch._weight_int8pack_mm", "torch._weight_int4pack_mm_for_cpu", "torch._int_mm", "triton w4a16",
 )  # fmt: skip
 
 
@@ -30,8 +32,17 @@ def has_packed_kernels() -> bool:
     return wanted and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512", "AMX")
 
 
+def available() -> dict[str, str]:
+    """What layers are multiplied by -> the kernel here, of those that read packed weights."""
+    found = {"int8": INT8, "int4 in groups": INT4} if has_packed_kernels() else {}
+    return found | ({"4 bits on the GPU": W4A16} if torch.cuda.is_available() and triton.fits(None) else {})
+
+
 def choose(format: Format, outputs: int, groups: int, device: torch.device, quantizes_inputs: bool = False) -> str:
     """The name of what multiplies with a layer's weights on a device. groups: scales of each output."""
+    if device.type == "cuda":
+        is_packed = isinstance(format, Int | NF4) and format.bits == 4 and not quantizes_inputs
+        return W4A16 if is_packed and triton.fits(format.group) else DEQUANTIZE
     if not isinstance(format, Int) or device.type != "cpu":
         return DEQUANTIZE
     per_channel = format.symmetric and groups == 1 and format.bits == 8
@@ -56,6 +67,14 @@ def multiply_int4(
 ) -> Tensor:
     """x: [rows, in]; packed, scales_and_zeros: of `int4_layout` -> [rows, out]."""
     y = torch._weight_int4pack_mm_for_cpu(x.bfloat16().contiguous(), packed, group, scales_and_zeros).to(x.dtype)
+    return y if bias is None else y + bias
+
+
+def multiply_w4a16(
+    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, levels: Tensor | None, bias: Tensor | None = None
+) -> Tensor:
+    """x: [rows, in]; the others as `triton.multiply_w4a16` takes them -> [rows, out]."""
+    y = triton.multiply_w4a16(x, codes, scale, zero, levels)
     return y if bias is None else y + bias
 
 

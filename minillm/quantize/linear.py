@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.quantize import kernels
-from minillm.quantize.formats import NF4, DoubleScales, Format, Grid
+from minillm.quantize.formats import NF4, NF4_LEVELS, DoubleScales, Format, Grid
 
 
 class QuantizedLinear(nn.Module):
@@ -101,9 +101,18 @@ class QuantizedLinear(nn.Module):
         if self.kernel == kernels.INT4:
             given = {"packed": self.codes, "group": self.format.group, "scales_and_zeros": self.scales_and_zeros}
             return partial(kernels.multiply_int4, **given, bias=self.bias)
+        if self.kernel == kernels.W4A16:
+            is_nf4 = isinstance(self.format, NF4)
+            levels = self.codes.new_tensor(NF4_LEVELS, dtype=torch.float32) if is_nf4 else None
+            return partial(self._multiply_w4a16, levels=levels)
         if self.kernel == kernels.W8A8:
             return partial(kernels.multiply_w8a8, codes=self.codes, scale=self.scale[:, 0].float(), bias=self.bias)
         return self._dequantize_and_multiply
+
+    def _multiply_w4a16(self, rows: Tensor, levels: Tensor | None) -> Tensor:
+        """Double scales are decoded for each product: kept, they would take the bytes that they were to save."""
+        scale = self.scale if self.scale_largest is None else self.grid.scale
+        return kernels.multiply_w4a16(rows, self.codes, scale, self.zero, levels, self.bias)
 
     def _dequantize_and_multiply(self, rows: Tensor) -> Tensor:
         return kernels.multiply_dequantized(rows, self.weight, self.bias, self.quantizes_inputs)

@@ -61,13 +61,14 @@ def compare(
 
 
 def decode_speeds(first: Transformer, second: Transformer, prompt: list[int]) -> tuple[float, float]:
-    """Tokens per second of one sequence in each, the median of runs that take turns."""
-    new = min(NEW, first.config.max_seq_len - len(prompt) - 1)
+    """Tokens per second of one sequence in each, the median of runs that take turns. The sequence ends with the
+    context, of which the prompt takes at most half."""
+    prompt = prompt[: max(1, first.config.max_seq_len // 2)]
     seconds: tuple[list[float], list[float]] = ([], [])
     for pair in range(PAIRS + 1):
         for model, own in zip((first, second), seconds, strict=True):
             start = time.perf_counter()
-            count = len(list(generate(model, prompt, new)))
+            count = len(list(generate(model, prompt, NEW)))
             if pair:  # the first is a warm-up
                 own.append((time.perf_counter() - start) / count)
     return 1 / statistics.median(seconds[0]), 1 / statistics.median(seconds[1])
@@ -91,7 +92,6 @@ def table(rows: list[Quality]) -> str:
 
 
 def _batches(dataset: TokenDataset, windows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    count = min(windows, len(dataset))
-    places = [index * len(dataset) // count for index in range(count)]
-    for start in range(0, count, BATCH):
+    places = dataset.spread(windows)
+    for start in range(0, len(places), BATCH):
         yield dataset.batch(places[start : start + BATCH])

@@ -1,7 +1,8 @@
 """Training: the loop, what makes it fit (precision, activation checkpointing), checkpoints, and the strategies that
 spread it over ranks.
 
-Reading path: config.py, trainer.py, optimizer.py, strategies/ (single_device.py, hybrid.py), run.py.
+Reading path: config.py, trainer.py, optimizer.py, strategies/ (single_device.py, hybrid.py), run.py. With a teacher
+beside the model: teacher.py, ../model/distillation.py.
 """
 
 from minillm.train.activation_checkpointing import EXPENSIVE, activation_checkpoint, checkpoint_blocks

@@ -18,6 +18,8 @@ class TrainConfig:
     max_grad_norm: gradients are scaled down to this global norm; None = never.
     spike_nats: a loss this far above the recent ones is undone, and so is one that is not finite (see
         fault_tolerance/loss_spike.py); None = nothing is, and a loss that is not finite ends the run.
+    distil_share, distil_temperature: how much of the loss is a teacher's, and at which temperature; see
+        model/distillation.py.
     """
 
     model: ModelConfig
@@ -38,6 +40,8 @@ class TrainConfig:
     documents: bool = False
     seed: int = 0
     spike_nats: float | None = 2.0
+    distil_share: float = 0.0
+    distil_temperature: float = 2.0
 
     def __post_init__(self):
         for name in ("seq_len", "batch_size", "accumulate", "steps"):
@@ -46,7 +50,7 @@ class TrainConfig:
             _whole(name, getattr(self, name), at_least=0)
         if self.seq_len > self.model.max_seq_len:
             raise ValueError(f"seq_len {self.seq_len} is longer than the model's context of {self.model.max_seq_len}.")
-        for name in ("lr", "eps", "max_grad_norm", "spike_nats"):
+        for name in ("lr", "eps", "max_grad_norm", "spike_nats", "distil_temperature"):
             value = getattr(self, name)
             optional = name in ("max_grad_norm", "spike_nats")
             if value is None and optional:
@@ -61,6 +65,10 @@ class TrainConfig:
         for name, choices in (("precision", PRECISIONS), ("activation_checkpointing", MODES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown: use one of {', '.join(choices)}.")
+        if not 0 <= self.distil_share <= 1:
+            raise ValueError(f"distil_share {self.distil_share} is outside 0 .. 1.")
+        if self.compile and self.distil_share:
+            raise ValueError("compile would begin anew for what a teacher says of every batch: use one of the two.")
         if self.compile and self.documents:
             raise ValueError("compile would begin anew for the documents of every batch: use one of the two.")
         if self.compile and self.activation_checkpointing != "none":

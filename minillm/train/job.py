@@ -20,7 +20,9 @@ from minillm.comm import Group
 from minillm.data import Tokenizer, Tokens, corpus, tokenize
 from minillm.files import write_whole
 from minillm.measure.machine import Machine, machine
-from minillm.model.generate import device_of
+from minillm.model import Transformer, load_hf
+from minillm.model.generate import device_of, folder_of
+from minillm.model.hf.load import read_config
 from minillm.predict.model import bits_per_byte, entropy
 from minillm.train.checkpoint.export import export
 from minillm.train.config import TrainConfig
@@ -31,10 +33,11 @@ from minillm.train.presets import preset
 from minillm.train.run import fit
 from minillm.train.strategies.hybrid import make_strategy
 from minillm.train.strategies.single_device import SingleDevice
+from minillm.train.teacher import Teacher
 from minillm.train.trainer import Trainer
 
 SETTINGS_FILE = "run.json"
-DEFAULTS: dict[str, Any] = {"model_size": "target", "experts": None, "top_k": None, "data": None}
+DEFAULTS: dict[str, Any] = {"model_size": "target", "experts": None, "top_k": None, "data": None, "teacher": None}
 MODEL_SETTINGS = ("model_size", "experts", "top_k")
 DEFAULTS |= {field.name: field.default for field in fields(TrainConfig) if field.default is not MISSING}
 
@@ -64,7 +67,8 @@ class TrainingJob:
     @cached_property
     def config(self) -> TrainConfig:
         """ValueError names the setting that cannot be."""
-        settings = {name: value for name, value in self.settings.items() if name not in (*MODEL_SETTINGS, "data")}
+        others = (*MODEL_SETTINGS, "data", "teacher")
+        settings = {name: value for name, value in self.settings.items() if name not in others}
         size, experts, top_k = (self.settings[name] for name in MODEL_SETTINGS)
         model = preset(size, Tokenizer.load().vocab_size, settings["seq_len"], experts, top_k)
         return TrainConfig(model, **settings)
@@ -73,6 +77,22 @@ class TrainingJob:
         """Tokens to train on and to validate on."""
         text, tokenizer = corpus(self.settings["data"]), Tokenizer.load()
         return tokenize(text, tokenizer, "train"), tokenize(text, tokenizer, "validation")
+
+    def teacher(self) -> Transformer | None:
+        """The model of the setting "teacher"; None if there is none."""
+        name = self.settings["teacher"]
+        return None if name is None else load_hf(folder_of(name), dtype=torch.float32)
+
+    def check_teacher(self) -> None:
+        """ValueError if the folder holds no model, or one that cannot teach this run's."""
+        if (name := self.settings["teacher"]) is None:
+            if share := self.settings["distil_share"]:
+                raise ValueError(f"--distil-share {share} is of a teacher's loss: name one with --teacher")
+            return
+        folder = folder_of(name, "--teacher")
+        Teacher.check(read_config(folder), self.config)
+        if Tokenizer.load(folder).fingerprint != Tokenizer.load().fingerprint:
+            raise ValueError(f"--teacher {name} has another tokenizer: choose one that has the student's")
 
     def torch_device(self) -> torch.device:
         """ValueError if it cannot be used."""
@@ -155,9 +175,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 def _fits(name: str, value: Any) -> bool:
     """Whether a value has the type of the setting; TrainConfig says whether it is a good one."""
-    if name in ("data", "job", "experts", "top_k", "max_grad_norm", "spike_nats") and value is None:
+    if name in ("data", "job", "teacher", "experts", "top_k", "max_grad_norm", "spike_nats") and value is None:
         return True
-    if name in ("data", "job"):
+    if name in ("data", "job", "teacher"):
         return isinstance(value, str)
     if name in ("dp", "batch_size", "accumulate"):  # which the steps of other numbers of ranks are worked out from
         return isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -189,7 +209,9 @@ def _train(group: Group | None, job: TrainingJob, strategy: SingleDevice) -> dic
     peak = peak_flops(machine(), device, PRECISIONS[config.precision].compute) if strategy.is_root else None
     if peak and device.type != "cpu":  # ranks on a CPU share it
         peak *= group.world_size if group else 1
-    trainer = Trainer(config, tokens, held_out, device=device, peak_flops=peak, parallel=strategy)
+    trainer = Trainer(
+        config, tokens, held_out, device=device, peak_flops=peak, parallel=strategy, teacher=job.teacher()
+    )
     how = {"save_every": job.save_every, "validate_every": job.validate_every, "lock": not job.is_locked}
     saves = {"keep": job.keep, "save_in_background": job.save_in_background, "tokenizer": Tokenizer.load().fingerprint}
     done = fit(trainer, job.folder, resume=job.resume, track_memory=job.track_memory, **how, **saves)

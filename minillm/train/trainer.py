@@ -25,7 +25,7 @@ from torch import Tensor
 
 from minillm.data import Batch, Loader, TokenDataset, Tokens
 from minillm.measure import ledger, span
-from minillm.model import check_tokens
+from minillm.model import Transformer, check_tokens
 from minillm.model.compiler import check_compiler
 from minillm.model.loss import IGNORE
 from minillm.model.moe import forget_load, update_balance_biases
@@ -41,6 +41,7 @@ from minillm.train.optimizer import adamw, learning_rate
 from minillm.train.precision import PRECISIONS, LossScaler
 from minillm.train.steptime import StepTime
 from minillm.train.strategies.single_device import Microbatch, SingleDevice
+from minillm.train.teacher import Teacher
 from minillm.train.validation import Validation, validate
 
 PROGRESS = ("config", "windows_per_step", "step", "loader", "loss_spikes", "scaler")
@@ -81,7 +82,9 @@ class Trainer:
     """`Trainer(config, tokens).step()`, as often as you like.
 
     validation: held-out tokens for `validate`. peak_flops: of all that the ranks run on, FLOP/s, for the MFU.
-    parallel: see strategies/single_device.py. `model` is the bare transformer, `module` what forward is called on.
+    teacher: a trained model whose next-token distributions are learnt as well (config.distil_share), whole on every
+    rank; it is not changed. parallel: see strategies/single_device.py. `model` is the bare transformer, `module` what
+    forward is called on.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Trainer:
         peak_flops: float | None = None,
         parallel: SingleDevice | None = None,
         workers: int = 1,
+        teacher: Transformer | None = None,
     ):
         self.config, self.device, self.peak_flops = config, torch.device(device), peak_flops
         self._config = config.to_json()
@@ -104,6 +108,9 @@ class Trainer:
             )
         self.positions = self.parallel.positions(config.seq_len)
         dataset = TokenDataset(tokens, config.seq_len, self.positions)
+        if teacher is None and config.distil_share:
+            raise ValueError(f"distil_share {config.distil_share} is of a teacher's loss: give a teacher.")
+        self.teacher = None if teacher is None else Teacher(teacher, config, dataset, self.device)
         rank, world_size = self.parallel.rank, self.parallel.world_size
         self.loader = Loader(dataset, config.batch_size, rank, world_size, config.seed, workers=workers)
         self.held_out = validation
@@ -279,7 +286,10 @@ class Trainer:
         documents = None
         if self.config.documents:
             documents = self.loader.dataset.documents(batch.indices).to(self.device)
-        return Microbatch(batch.inputs.to(self.device), batch.targets.to(self.device), None, documents)
+        goals = None
+        if self.teacher and self.config.distil_share:
+            goals = partial(self.teacher.goals, batch, documents)
+        return Microbatch(batch.inputs.to(self.device), batch.targets.to(self.device), None, documents, goals)
 
     @contextmanager
     def _computing(self, name: str) -> Iterator[None]:

@@ -65,10 +65,7 @@ def load_hf(
     for name, shape in shapes.items():
         if (found := stored[name].get_slice(name).get_shape()) != shape:
             raise ValueError(f"tensor {name} in {folder} has shape {found}, its {CONFIG} asks for {shape}.")
-    embedding = hf_name("embedding.weight")
-    found = stored[embedding].get_tensor(embedding).dtype
-    if found not in DTYPES:
-        raise ValueError(f"tensor {embedding} in {folder} is {found}: quantised checkpoints are not supported.")
+    found = stored_dtype(folder)
     if layout is None:
         model = Transformer(config, seed=None, device=device, dtype=dtype or found)
     else:
@@ -101,6 +98,15 @@ def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | No
     held = stored_tensors(model.config, raw["model_type"], named)
     tensors = {each: [piece.of(named).detach() for piece in pieces] for each, pieces in held.items()}
     write(tensors, folder, max_shard_bytes=max_shard_bytes, beside={CONFIG: raw})
+
+
+def stored_dtype(folder: str | Path) -> torch.dtype:
+    """Of the embedding in a folder. ValueError for a type that models do not compute in."""
+    embedding, folder = hf_name("embedding.weight"), Path(folder)
+    dtype = weights.read(folder)[embedding].get_slice(embedding)[:1].dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"tensor {embedding} in {folder} is {dtype}: quantised checkpoints are not supported.")
+    return dtype
 
 
 def _layout(folder: Path, stored: weights.Stored):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from minillm.model.attention import AttentionFunction, sdpa
 from minillm.model.config import ModelConfig, refuse_beyond
+from minillm.model.distillation import Goals, distillation_sums
 from minillm.model.initialise import WithoutInitialisation, draw_all, initial
 from minillm.model.loss import linear_cross_entropy_sums
 from minillm.model.moe import RouterLosses
@@ -53,6 +54,8 @@ class ModelPart(nn.Module):
         refuse_beyond(config, "pipeline parallelism", ("embedding_scale", "logit_soft_cap", "norm_offset"))
         self.config, self.layers, self.first, self.last, self.attention = config, layers, first, last, attention
         self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial  # as in Transformer
+        self.goals: Goals | None = None  # of the microbatch that it computes
+        self.distil_loss = distillation_sums  # as in Transformer
         self.positions_of: Callable[[int], Tensor] | None = None  # as in Transformer
         self.router_losses: RouterLosses | None = None  # of the microbatch that it computes, with its factor
         self.router_losses_of = RouterLosses  # as in Transformer
@@ -95,6 +98,8 @@ class ModelPart(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: what the last part's `forward` returned; targets, weights: [batch, seq] -> (Σ weight · nll, Σ weight)."""
+        if self.goals is not None:
+            return self.distil_loss(self.logits(x), targets, weights, self.goals)
         head = self._head
         return self.head_loss(self.norm(x), head, targets, weights=weights)
 

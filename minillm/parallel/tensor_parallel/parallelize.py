@@ -25,6 +25,7 @@ from minillm.parallel.tensor_parallel.regions import Region
 from minillm.parallel.tensor_parallel.vocab import (
     VocabParallelEmbedding,
     linear_vocab_parallel_cross_entropy_sums,
+    vocab_parallel_distillation_sums,
     vocab_parallel_logits,
 )
 
@@ -88,6 +89,7 @@ def _cut_transformer(module: nn.Module, config: ModelConfig, region: Region) -> 
     whole_vocabulary = {"region": region, "vocab_size": config.vocab_size}
     module.head_loss = partial(linear_vocab_parallel_cross_entropy_sums, **whole_vocabulary)
     module.head_logits = partial(vocab_parallel_logits, **whole_vocabulary)
+    module.distil_loss = partial(vocab_parallel_distillation_sums, group=group, vocab_size=config.vocab_size)
     module.draw = partial(initial_part, group=group)
     module.sequence_shards = group.world_size if region.sequence else 1
     return module

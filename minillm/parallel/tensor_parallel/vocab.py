@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
+from minillm.model.distillation import Goals, Words, distillation_sums
 from minillm.model.loss import IGNORE, check_targets, sum_of_weights
 from minillm.parallel.sharding.placement import Shard
 from minillm.parallel.split_backward import weight_gradient
 from minillm.parallel.tensor_parallel.layers import column_linears, cut_parameter
-from minillm.parallel.tensor_parallel.regions import Region, end
+from minillm.parallel.tensor_parallel.regions import Region, end, reduce_from
 from minillm.predict.training.tensor import loss_chunk
 
 
@@ -79,6 +80,19 @@ def vocab_parallel_cross_entropy(
     check_targets(logits.shape[:-1], targets, weights)
     total = _VocabParallelCrossEntropy.apply(logits, targets, weights, group)
     return total, sum_of_weights(targets, weights, total.dtype)
+
+
+def vocab_parallel_distillation_sums(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, goals: Goals, *, group: Group, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """`model.distillation.distillation_sums` of this rank's words, the same on every rank. goals: of all words."""
+    part = Shard(0, group.rank, group.world_size)
+    words = Words(
+        begin=part.index * part.size(vocab_size),
+        add=lambda value: reduce_from(value, group),
+        most=lambda value: group.all_reduce(value, "max"),
+    )
+    return distillation_sums(logits, targets, weights, goals, words)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.model import Transformer
+from minillm.model.distillation import soft_cross_entropy
 from minillm.serve.speculate.proposers.eagle import EagleHead
 from minillm.serve.speculate.proposers.early_exit import ExitAdapter
 from minillm.serve.speculate.proposers.medusa import MedusaHeads
@@ -47,7 +47,7 @@ class Goals:
 
 def divergence(goal: Tensor, guessed: Tensor) -> Tensor:
     """Mean cross entropy of guessed against goal, both logits [rows, vocab_size]."""
-    return F.cross_entropy(guessed.float(), goal.float().softmax(-1))
+    return soft_cross_entropy(goal.float().softmax(-1), guessed.float()).mean()
 
 
 def medusa_loss(head: MedusaHeads, target: Transformer, tokens: Tensor, states: list[Tensor], goals: Goals) -> Tensor:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
+from minillm.model.distillation import Goals
 from minillm.model.loss import weights_of_sequences
 from minillm.model.moe import RouterLosses
 from minillm.parallel.context_parallel import context_attention, context_parallel
@@ -39,7 +40,7 @@ from minillm.parallel.pipeline_parallel.held_parts import HeldParts
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
 from minillm.parallel.pipeline_parallel.stages import build_parts
 from minillm.parallel.sharding.optimizer import MakeOptimizer, SlicedOptimizer
-from minillm.parallel.sharding.placement import Part, Placement, Replicate, global_norm, sum_partial
+from minillm.parallel.sharding.placement import Placement, Replicate, global_norm, sum_partial
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import part_of, whole_shapes
 from minillm.parallel.zero.optimizer import ZeroOptimizer
@@ -70,6 +71,7 @@ class Hybrid(SingleDevice):
         self.context = context_attention(layout.context, *groups.context) if groups.context else None
         self._documents: Sequence[Tensor | None] = ()
         self._router_losses: Sequence[RouterLosses] = ()
+        self._goals: Sequence[Goals] = ()
 
     def close(self) -> None:
         self.groups.close()
@@ -136,18 +138,15 @@ class Hybrid(SingleDevice):
 
     def _place(self, names: Iterable[str]) -> dict[str, Placement]:
         """Of this rank's parameters, before ZeRO shards them. Of ranks with the same numbers, copy 0 counts them."""
-        tp, config, shapes = self.groups.tp, self.config, whole_shapes(self.config)
+        tp, experts, config, shapes = self.groups.tp, self.groups.experts, self.config, whole_shapes(self.config)
         replica = Replicate(copy=self.groups.replicate.rank if self.groups.replicate else 0)
         found = {}
         for name in names:
             part = part_of(config, name, tp.rank, tp.world_size, self.layout.sequence) if tp else Replicate()
             stage = Replicate(copy=self._earlier[name])
-            found[name] = Placement(shapes[name], (*self._expert_part(name), part, stage, replica))
+            expert = (expert_part_of(name, experts.rank, experts.world_size),) if experts else ()
+            found[name] = Placement(shapes[name], (*expert, part, stage, replica))
         return found
-
-    def _expert_part(self, name: str) -> tuple[Part, ...]:
-        group = self.groups.experts
-        return (expert_part_of(name, group.rank, group.world_size),) if group else ()
 
     def _replicas_of(self, name: str) -> Group:
         """The ranks that hold the same of a parameter, but for ZeRO."""
@@ -165,12 +164,13 @@ class Hybrid(SingleDevice):
     @contextlib.contextmanager
     def _around(self, sharded: FullyShard | None, action: Any) -> Iterator[None]:
         """Around an action of the pipeline: its part's weights, but for weight gradients, which do not read them, and
-        the documents and router losses of its microbatch."""
+        the documents, the teacher's goals and router losses of its microbatch."""
         part = self.model.parts[action.chunk]
         groups = sharded.groups_of(part) if sharded and action.kind != "W" else []
         attention, documents = part.attention, self._documents[action.microbatch] if self._documents else None
         if documents is not None:
             part.attention = functools.partial(attention, segments=documents)
+        part.goals = self._goals[action.microbatch] if self._goals else None
         part.router_losses = self._router_losses[action.microbatch] if self._router_losses else None
         with sharded.unsharded(groups) if sharded else contextlib.nullcontext():
             try:
@@ -211,20 +211,19 @@ class Hybrid(SingleDevice):
     ) -> Tensor:
         if not self.layout.order:
             return super().forward_backward(module, microbatches, loss_divisor, around, scale)
-        tokens, targets, weights, documents = zip(*(Microbatch(*each) for each in microbatches), strict=True)
+        tokens, targets, weights, documents, goals = zip(*(Microbatch(*each) for each in microbatches), strict=True)
         self._documents = torch.cat(documents).tensor_split(self.layout.accumulate) if None not in documents else ()
+        self._goals = Goals.cut([each() for each in goals], self.layout.accumulate) if None not in goals else ()
         whole = torch.cat(tokens), torch.cat(targets), None if weights[0] is None else torch.cat(weights)
         self._router_losses = self._losses_of(whole[1], whole[2], lambda nll: scale(nll / loss_divisor))
         step = functools.partial(self.model.pipeline.step, scale=scale)
         with self._holding_back(), around("pipeline"):
             total = self.model.run(step, whole, lambda nll: nll / loss_divisor)
-        self._documents = self._router_losses = ()
+        self._documents = self._router_losses = self._goals = ()
         self.finish_backward()
         return total * loss_divisor
 
-    def _losses_of(
-        self, targets: Tensor, weights: Tensor | None, loss: Callable[[Tensor], Tensor]
-    ) -> Sequence[RouterLosses]:
+    def _losses_of(self, targets: Tensor, weights: Tensor | None, loss: Callable) -> Sequence[RouterLosses]:
         """Of every microbatch, for the stages: their factor is what the last stage gives Σ weight · nll."""
         if not self.config.moe:
             return ()

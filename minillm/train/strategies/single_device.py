@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
+from minillm.model.distillation import Goals
 from minillm.parallel.sharding.gather import gather
 from minillm.parallel.sharding.optimizer import MakeOptimizer, SlicedOptimizer
 from minillm.parallel.sharding.placement import Placement, Replicate, global_norm, gradients_of
@@ -27,12 +28,14 @@ class Microbatch(NamedTuple):
     """[batch, seq] each, of this rank's positions. weights: of the targets, None = all 1.
 
     documents: which of several packed documents each token belongs to, of whole sequences; None: one document.
+    goals: asks the teacher, when the microbatch is computed; None: there is none.
     """
 
     tokens: Tensor
     targets: Tensor
     weights: Tensor | None = None
     documents: Tensor | None = None
+    goals: Callable[[], Goals] | None = None
 
 
 def quietly(name: str) -> contextlib.AbstractContextManager:
@@ -117,13 +120,15 @@ class SingleDevice:
         rank's rows. around: a context for "forward" and for "backward"; scale: of the loss, for half precision."""
         microbatches = [Microbatch(*each) for each in microbatches]
         total = torch.zeros((), device=microbatches[0].tokens.device)
-        for index, (tokens, targets, weights, documents) in enumerate(microbatches):
+        for index, (tokens, targets, weights, documents, goals) in enumerate(microbatches):
             with self.accumulating(last=index == len(microbatches) - 1):
                 with around("forward"):
                     more = {} if weights is None else {"weights": weights}
                     if documents is not None:
                         more["attention"] = functools.partial(self.model.attention, segments=documents)
+                    self.model.goals = goals() if goals else None
                     nll, _ = module(tokens, targets=targets, **more)
+                    self.model.goals = None
                     loss = nll / loss_divisor
                 with around("backward"):
                     scale(loss).backward()

@@ -105,3 +105,10 @@ def test_waste_is_the_padding_one_can_count():
 def test_batch_size_must_be_positive():
     with pytest.raises(ValueError, match="batch_size 0 must be at least 1"):
         length_batches([1], 0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, [0]), (3, [0, 3, 6]), (10, list(range(10))), (99, list(range(10)))]
+)
+def test_windows_at_even_distances(count, expected):
+    assert TokenDataset(np.arange(41), 4).spread(count) == expected

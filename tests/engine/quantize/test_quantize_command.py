@@ -107,3 +107,19 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(arguments, message, qu
     status, said = quantized_by(*arguments)
     assert status == 2 and message in said.err and said.err.count("\n") == 1
     assert sorted(path.name for path in place.rglob("*")) == before
+
+
+def test_what_belongs_to_the_original_alone_is_not_copied(quantized_by, place):
+    (place / "model" / "training.json").write_text('{"bits_per_byte": 1.0}')
+    assert quantized_by("--group", "32", "--out", "out-copied", "--report")[0] == 0
+    names = set(os.listdir(place / "out-copied"))
+    assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= names and "training.json" not in names
+
+
+@pytest.mark.parametrize("context", [2, 3, 9, 10])
+def test_models_of_a_short_context_are_compared(context, place):
+    config = ModelConfig(Tokenizer.load().vocab_size, 32, 64, 1, 2, max_seq_len=context)
+    first, second = Transformer(config, seed=0), Transformer(config, seed=0)
+    tokens = tokenize(corpus(str(place / "text.txt")), Tokenizer.load(), "validation")
+    rows = compare(first, second, tokens, "the same", windows=2, seq_len=context)
+    assert rows[1].kl == pytest.approx(0, abs=1e-6) and all(row.tokens_per_s > 0 for row in rows)
