@@ -399,10 +399,10 @@ receipts.leaving_out()
 # fair end of the story, because pruned and low-rank models are trained on afterwards and recover a good part.
 #
 # The third way is to train a smaller model from the start, best with the large one's distributions as its goal instead of
-# the text's single next token: *distillation* ([Hinton et al. 2015](https://arxiv.org/abs/1503.02531)). minillm trains
-# its heads for speculation that way (`minillm/serve/speculate/distil.py`). The committed draft, a tenth of the target, was
-# trained on text alone. It is the point at the far left of the next figure: the fewest bytes and the most speed, for more
-# error than any format costs.
+# the text's single next token: *distillation* ([Hinton et al. 2015](https://arxiv.org/abs/1503.02531)).
+# `python -m minillm train --teacher target` does that (`minillm/train/teacher.py`). The committed draft, a tenth of the
+# target, was trained on text alone. It is the point at the far left of the next figure: the fewest bytes and the most
+# speed, for more error than any format costs.
 #
 # ## 6 · Speed
 #
