@@ -649,8 +649,7 @@ receipts.design_draft()
 # 2. How many draft tokens are worth it, by which formula, and why is there an optimum?
 # 3. When does speculation lose, and which of its bugs does a test of the text not reveal?
 #
-# Next: [20 · Design a training run](20_design_training.ipynb) puts the numbers of labs 01 to 11 to work; lab 21 sizes a
-# serving system with those of labs 12 to 15.
+# Next: in [16 · Quantization](16_quantization.ipynb) a pass reads fewer bytes, and you measure what that costs.
 
 # %%
 finish("15_speculative_decoding")

@@ -62,8 +62,8 @@ def two_functions(learner: Any, names: str) -> tuple[Callable, Callable]:
     hints=(
         "Give the groups a dimension of their own: weight.unflatten(1, (-1, group)). Which of your numbers belong to a "
         "group, and which to a weight?",
-        "scale = 2 · max|w| / 15 in bfloat16, codes = round(w / scale) cut to -8 .. 7, plus 8. Even places of a row are "
-        "the low halves: low | high << 4. Back: & 15 and >> 4 give them again, in turn.",
+        "scale = 2 · max|w| / 15 in bfloat16, codes = round(w / scale) cut to -8 .. 7, plus 8. Even places of a row "
+        "are the low halves: low | high << 4. Back: & 15 and >> 4 give them again, in turn.",
     ),
 )
 def check_int4(learner: Any) -> Receipt:
@@ -127,8 +127,8 @@ def _show(values: Tensor) -> str:
     minutes=20,
     difficulty=2,
     hints=(
-        "How many values of p does each side need, so that 8 + 7 + 1 levels come out? Print p before you hand it to the "
-        "quantile function.",
+        "How many values of p does each side need, so that 8 + 7 + 1 levels come out? Print p before you hand it to "
+        "the quantile function.",
         "torch.linspace(0.9677083, 0.5, 9)[:-1] has 8 values. Nearest level: the distance of every weight to all 16, "
         "and argmin; or where it lies between the middles of neighbouring levels (torch.bucketize).",
     ),
@@ -171,7 +171,9 @@ def _judge_nf4(quantize: Callable, weight: Tensor, block: int, name: str) -> lis
     worse = (back - rows_).abs() - (best - rows_).abs()
     if not float(worse.max()) <= 1e-6 * float(rows_.abs().max()):
         place = int(worse.flatten().argmax())
-        said = f"{name}: weight {place}, {weight[place]:.4f}, has code {int(codes[place])}, {back.flatten()[place]:.4f}; "
+        said = (
+            f"{name}: weight {place}, {weight[place]:.4f}, has code {int(codes[place])}, {back.flatten()[place]:.4f}; "
+        )
         raise CheckFailed(f"{said}a nearer level stands for {best.flatten()[place]:.4f}.", evidence=codes)
     error = float((back - rows_).square().mean())
     return [row(f"{name}: mean square of the error", float((best - rows_).square().mean()), error, "", 1e-3)]

@@ -19,15 +19,19 @@ ANSWERS = answers_of("16_quantization")
     minutes=20,
     difficulty=3,
     hints=(
-        "Look at rounded, not at the error: how many different values has the whole matrix, one row's group, one column's "
-        "group? Four bits make 16.",
-        "At most 16 in the whole matrix: one scale. More than 16 in some group of a row: wrong dimension. Else the error of "
-        "each group: a shift moves all of it one way, so its mean is larger than its spread.",
+        "Look at rounded, not at the error: how many different values has the whole matrix, one row's group, one "
+        "column's group? Four bits make 16.",
+        "At most 16 in the whole matrix: one scale. More than 16 in some group of a row: wrong dimension. Else look at "
+        "the errors of each group: a shift moves all of it one way, so its mean is larger than its spread.",
     ),
 )
 def check_verdict(learner: Callable) -> Receipt:
     rows = []
-    for outputs, inputs, group in ((64, 96, 32), (128, 64, 64), (40 * random.randint(2, 4), 40 * random.randint(2, 3), 40)):
+    for outputs, inputs, group in (
+        (64, 96, 32),
+        (128, 64, 64),
+        (40 * random.randint(2, 4), 40 * random.randint(2, 3), 40),
+    ):
         for name, program in breaks.PROGRAMS.items():
             weight = breaks.weights_for(name, outputs, inputs)
             rounded = program(weight, group)

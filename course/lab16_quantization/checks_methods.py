@@ -21,10 +21,10 @@ ANSWERS = answers_of("16_quantization")
     minutes=20,
     difficulty=3,
     hints=(
-        "Try the candidates one after the other. For each: what would the layer return with rounded weights, and how far "
-        "is that from x @ weight.T?",
-        "s = x.abs().mean(0) ** (i / steps); rounded = round_int4(weight * s, group); output = (x / s) @ rounded.T. The "
-        "inputs must be divided by what the weights were multiplied with, or the outputs are those of another layer.",
+        "Try the candidates one after the other. For each: what would the layer return with rounded weights, and how "
+        "far is that from x @ weight.T?",
+        "s = x.abs().mean(0) ** (i / steps); rounded = round_int4(weight * s, group); output = (x / s) @ rounded.T. "
+        "Inputs must be divided by what the weights were multiplied with, or the outputs are those of another layer.",
     ),
 )
 def check_awq(learner: Callable) -> Receipt:
@@ -44,10 +44,11 @@ def check_awq(learner: Callable) -> Receipt:
         error = _error(weight, x, factors, group) if bool((factors > 0).all()) else float("nan")
         name = f"{len(weight)} x {inputs}, groups of {group}, {steps + 1} candidates"
         if not error <= errors[best] * (1 + 1e-4):  # NaN, too
-            wrong = wrong or f"{name}: with your factors the output error is {error:.4g}; with those of α = {best}/{steps} " + (
-                f"it is {errors[best]:.4g}, and without factors {errors[0]:.4g}."
-            )
-        rows.append(row(f"{name}: output error / without factors", errors[best] / errors[0], error / errors[0], "", 1e-3))
+            said = f"{name}: with your factors the output error is {error:.4g}; with those of α = {best}/{steps} it is "
+            wrong = wrong or f"{said}{errors[best]:.4g}, and without factors {errors[0]:.4g}."
+        rows.append(
+            row(f"{name}: output error / without factors", errors[best] / errors[0], error / errors[0], "", 1e-3)
+        )
     if wrong:
         raise CheckFailed(wrong, evidence=tuple(chosen))
     return receipt("AWQ's factors", rows)
@@ -56,8 +57,8 @@ def check_awq(learner: Callable) -> Receipt:
 def _case_of_awq(inputs: int, group: int, steps: int, lean: float, size: float) -> tuple[Tensor, Tensor, list[float]]:
     """Weights, inputs with some large channels, and the error of each candidate.
 
-    lean: how weights go with inputs, in powers of these; size: of all inputs. Unless weights grow with inputs, the best α
-    is an inner one and clearly better than the ends and the middle: then mistakes make a difference.
+    lean: how weights go with inputs, in powers of these; size: of all inputs. Unless weights grow with inputs, the best
+    α is an inner one and clearly better than the ends and the middle: then mistakes make a difference.
     """
     while True:
         loud = torch.exp(1.5 * torch.randn(inputs))
@@ -82,10 +83,10 @@ def _error(weight: Tensor, x: Tensor, factors: Tensor, group: int) -> float:
     minutes=20,
     difficulty=3,
     hints=(
-        "A column is rounded as it has become by then, not as it was at the start. Which columns may still change after "
-        "column j?",
-        "Keep a copy `left`. For j in order: rounded = nearest(left[:, j], j), error = (left[:, j] - rounded) / U[j, j], "
-        "and left[:, j + 1 :] -= error[:, None] * U[j, j + 1 :].",
+        "A column is rounded as it has become by then, not as it was at the start. Which columns may still change "
+        "after column j?",
+        "Keep a copy `left`. For j in order: rounded = nearest(left[:, j], j), error = (left[:, j] - rounded) / U[j, "
+        "j], and left[:, j + 1 :] -= error[:, None] * U[j, j + 1 :].",
     ),
 )
 def check_gptq(learner: Callable) -> Receipt:
@@ -117,8 +118,8 @@ def _judge_gptq(learner: Callable, outputs: int, inputs: int) -> list:
     expect(fits, found, f"the rounded weights, {list(weight.shape)}", name)
     asked_for, told = list(asked), list(range(inputs))
     if asked_for != told:
-        said = f"{name}: you asked for the nearest values of columns {_short(asked_for)}, and every column is rounded once, "
-        raise CheckFailed(f"{said}in order: {_short(told)}.")
+        said = f"{name}: you asked for the nearest values of columns {_short(asked_for)}, and every column is rounded "
+        raise CheckFailed(f"{said}once, in order: {_short(told)}.")
     right = by_inverting(weight, gram, lambda column, j: torch.round(column / step[j]) * step[j])
     plain = torch.round(weight / step) * step
     if not float((found - right).abs().max()) <= 1e-6:

@@ -29,7 +29,11 @@ ANSWERS = answers_of("16_quantization")
 )
 def check_kv(learner: Callable) -> Receipt:
     rows = []
-    for tokens, heads, size in ((1, 1, 4), (3, 2, 8), (random.randint(4, 9), random.choice((3, 5)), random.choice((6, 14)))):
+    for tokens, heads, size in (
+        (1, 1, 4),
+        (3, 2, 8),
+        (random.randint(4, 9), random.choice((3, 5)), random.choice((6, 14))),
+    ):
         keys = torch.randn(tokens, heads, size) * torch.exp(2 * torch.randn(tokens, heads, 1))
         if tokens > 1:
             keys[-1, -1] = 0
@@ -122,9 +126,9 @@ def _judge_two_of_four(learner: Callable, weight: Tensor, name: str) -> list:
     minutes=15,
     difficulty=2,
     hints=(
-        "The singular values alone say how large the error of each rank is. Which rank is the first that is good enough?",
-        "‖W‖² = Σ σ². Rank r leaves out σ from number r on: take the smallest r with Σ of their squares <= error² · ‖W‖². "
-        "A = U[:, :r] · σ[:r], B = Vᵀ[:r].",
+        "The singular values alone say how large the error of each rank is. Which is the first that is good enough?",
+        "‖W‖² = Σ σ². Rank r leaves out σ from number r on: take the smallest r with Σ of their squares <= error² · "
+        "‖W‖². A = U[:, :r] · σ[:r], B = Vᵀ[:r].",
     ),
 )
 def check_low_rank(learner: Callable) -> Receipt:
@@ -141,15 +145,17 @@ def check_low_rank(learner: Callable) -> Receipt:
         leaves = [predict.low_rank_error(values, rank) / whole for rank in range(len(values) + 1)]
         rank = next(r for r, each in enumerate(leaves) if each <= error)
         if ranks[-1] != rank:
-            wrong = wrong or f"{name}: your rank is {ranks[-1]}; {rank} is the smallest that is good enough: it leaves " + (
-                f"{leaves[rank]:.3f} of ‖W‖, and {max(rank - 1, 0)} leaves {leaves[max(rank - 1, 0)]:.3f}."
-            )
+            before = max(rank - 1, 0)
+            said = f"{name}: your rank is {ranks[-1]}; {rank} is the smallest that is good enough: it leaves "
+            wrong = wrong or f"{said}{leaves[rank]:.3f} of ‖W‖, and {before} leaves {leaves[before]:.3f}."
             continue
         measured = float((weight - left @ right).norm()) / whole
         if not abs(measured - leaves[rank]) <= 1e-6 and not wrong:
-            said = f"{name}: the error of A B is {measured:.4f}, and the singular values left out give {leaves[rank]:.4f}."
+            said = (
+                f"{name}: the error of A B is {measured:.4f}, and the singular values left out give {leaves[rank]:.4f}."
+            )
             raise CheckFailed(said, evidence=left @ right)
-        rows.append(row(f"{name}: rank {rank}, error", leaves[rank], measured, "", 1e-6))
+        rows.append(row(f"{name}: rank {rank}, error", round(leaves[rank], 6), round(measured, 6), "", 1e-4))
         numbers = rank * (outputs + inputs)
         rows.append(row("    numbers in A and B, of the weight's", None, f"{numbers:,} of {weight.numel():,}"))
     if wrong:

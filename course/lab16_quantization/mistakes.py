@@ -1,4 +1,4 @@
-"""Spoilers of lab 16: codes in the wrong half of a byte, scales of the wrong weights, levels beside the published ones."""
+"""Spoilers of lab 16: codes in the wrong half of a byte, scales of the wrong weights, wrong levels."""
 
 import torch
 
@@ -23,7 +23,8 @@ mistake(
     "int4-groups",
     "halves of the row instead of neighbours",
     {
-        "halves[:, 0::2] | (halves[:, 1::2] << 4), scale": "halves.chunk(2, 1)[0] | (halves.chunk(2, 1)[1] << 4), scale",
+        "halves[:, 0::2]": "halves.chunk(2, 1)[0]",
+        "halves[:, 1::2]": "halves.chunk(2, 1)[1]",
     },
     says="A byte holds two neighbours of a row; here it holds one code of each half of the row.",
 )
@@ -149,7 +150,10 @@ mistake(
 mistake(
     "nf4",
     "the logistic function's quantiles",
-    {"positive = torch.special.ndtri(": "positive = torch.logit(", "negative = -torch.special.ndtri(": "negative = -torch.logit("},
+    {
+        "positive = torch.special.ndtri(": "positive = torch.logit(",
+        "negative = -torch.special.ndtri(": "negative = -torch.logit(",
+    },
     says="These are quantiles of the logistic distribution, not of the normal one.",
 )  # fmt: skip
 mistake(
@@ -158,12 +162,14 @@ mistake(
     {"ndtri(torch.linspace(0.9677083, 0.5, 9": "ndtri(torch.linspace(0.999, 0.5, 9"},
     says="The largest level is not a quantile near 1: p begins at 0.9677083.",
 )
-mistake("nf4", "with both zeros", {"0.5, 9, dtype=torch.float64)[:-1]": "0.5, 9, dtype=torch.float64)"}, expect="16 levels")
+mistake(
+    "nf4", "with both zeros", {"0.5, 9, dtype=torch.float64)[:-1]": "0.5, 9, dtype=torch.float64)"}, expect="16 levels"
+)
 mistake("nf4", "in float64", {"levels.max()).float()": "levels.max())"}, expect="16 levels, float32")
 mistake(
     "nf4",
     "the level below instead of the nearest",
-    {"(relative[..., None] - levels).abs().argmin(-1)": "(torch.searchsorted(levels, relative.contiguous(), right=True) - 1).clamp(min=0)"},
+    {"(relative[..., None] - levels).abs().argmin(-1)": "(relative[..., None] >= levels - 1e-6).sum(-1) - 1"},
     says="Each weight got the level below it, not the nearest one.",
 )  # fmt: skip
 mistake(
@@ -200,7 +206,8 @@ def _between(weight, block):
 def _from_the_normal_distribution():
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64))
     sides = [
-        normal.icdf(0.9677083 + (0.5 - 0.9677083) * torch.arange(count, dtype=torch.float64) / count) for count in (7, 8)
+        normal.icdf(0.9677083 + (0.5 - 0.9677083) * torch.arange(count, dtype=torch.float64) / count)
+        for count in (7, 8)
     ]
     return (torch.cat((-sides[0], torch.zeros(1), sides[1])).sort().values / sides[1][0]).float()
 

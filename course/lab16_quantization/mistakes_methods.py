@@ -107,14 +107,14 @@ mistake(
     "gptq-columns",
     "rounding to nearest",
     {"left[:, j + 1 :] -= error[:, None] * upper[j, j + 1 :]": "pass"},
-    says="No column makes good for another: this is rounding to nearest. Is each column rounded as those before it have "
-    "left it, and is it row j of U that moves the others?",
+    says="No column makes good for another: this is rounding to nearest. Is each column rounded as those before it "
+    "have left it, and is it row j of U that moves the others?",
 )
 mistake(
     "gptq-columns",
     "error of the column as it was",
     {"(left[:, j] - rounded[:, j])": "(weight[:, j] - rounded[:, j])"},
-    says="The error is taken from the weight as it was at the start: what earlier columns moved counts twice.",
+    says="The error is the distance from the original weight: what earlier columns moved is counted a second time.",
 )
 mistake(
     "gptq-columns",
@@ -137,7 +137,7 @@ mistake(
 mistake(
     "gptq-columns",
     "only the next column",
-    {"left[:, j + 1 :] -= error[:, None] * upper[j, j + 1 :]": "left[:, j + 1 : j + 2] -= error[:, None] * upper[j, j + 1 : j + 2]"},
+    {"left[:, j + 1 :] -=": "left[:, j + 1 : j + 2] -=", "upper[j, j + 1 :]": "upper[j, j + 1 : j + 2]"},
     says="Only the next column moves; all columns to come do.",
 )  # fmt: skip
 mistake(
@@ -149,7 +149,12 @@ mistake(
 mistake("gptq-columns", "in place", {"weight.clone()": "weight"}, expect="changed its input")
 mistake("gptq-columns", "from the last column", {"range(weight.shape[1])": "reversed(range(weight.shape[1]))"},
         expect="in order")  # fmt: skip
-mistake("gptq-columns", "last column forgotten", {"range(weight.shape[1])": "range(weight.shape[1] - 1)"}, expect="rounded once")
+mistake(
+    "gptq-columns",
+    "last column forgotten",
+    {"range(weight.shape[1])": "range(weight.shape[1] - 1)"},
+    expect="rounded once",
+)
 
 
 @alternative("gptq-columns", "the column itself among those that move")

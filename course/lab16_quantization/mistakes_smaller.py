@@ -1,4 +1,4 @@
-"""Spoilers of lab 16: scales shared by tokens, the wrong two of four, ranks that are too small or too large; and judges."""
+"""Spoilers of lab 16: scales shared by tokens, the wrong two of four, wrong ranks and wrong verdicts."""
 
 import torch
 
@@ -64,7 +64,9 @@ mistake("int8-kv", "scale with its dimension kept", {".to(torch.int8), scale": "
 def token_by_token(keys):
     rows = keys.reshape(-1, keys.shape[-1])
     scales = torch.tensor([float(row.abs().max()) * 2 / 255 or 1.0 for row in rows])
-    codes = torch.stack([(row / scale).round().clamp(-128, 127).char() for row, scale in zip(rows, scales, strict=True)])
+    codes = torch.stack(
+        [(row / scale).round().clamp(-128, 127).char() for row, scale in zip(rows, scales, strict=True)]
+    )
     return codes.view(keys.shape), scales.view(keys.shape[:2])
 
 
@@ -115,7 +117,8 @@ mistake(
     says="The values lost their signs.",
 )
 mistake("two-of-four", "all four kept", {"topk(2, dim=-1)": "topk(4, dim=-1)"}, expect="in / 2")
-mistake("two-of-four", "places in the whole row", {"places.flatten(1)": "(places + 4 * torch.arange(fours.shape[1])[:, None]).flatten(1)"},
+mistake("two-of-four", "places in the whole row", 
+        {"places.flatten(1)": "(places + 4 * torch.arange(fours.shape[1])[:, None]).flatten(1)"},
         expect="more than two bits")  # fmt: skip
 mistake("two-of-four", "places as long integers", {".to(torch.uint8)": ""}, expect="places, uint8")
 
@@ -292,4 +295,6 @@ def by_medians(weight, rounded, group):
     if any(values.unique().numel() > 16 for values in groups):
         return "groups along the outputs"
     steps = torch.stack([values.unique().diff().min() if len(values.unique()) > 1 else values[0] for values in groups])
-    return "zero point off by one" if float((errors.median(1).values.abs() > steps / 2).float().mean()) > 0.6 else "right"
+    return (
+        "zero point off by one" if float((errors.median(1).values.abs() > steps / 2).float().mean()) > 0.6 else "right"
+    )

@@ -42,6 +42,7 @@ import torch
 
 from course.kit import check, finish, hint, show, sliders
 from course.lab16_quantization import experiments, figures, receipts
+from course.lab16_quantization import receipts_speed as speed
 from minillm.quantize import formats
 
 # %% [markdown]
@@ -84,7 +85,8 @@ sliders(figures.grid_of_a_row, bits=(2, 8), group=[8, 16, 32, 64, 128], outlier=
 
 # %%
 def quantize_int4(weight, group):
-    """weight: [out, in], float32 -> (bytes, uint8 [out, in / 2]; scales, bfloat16 [out, in / group]).
+    """weight: [out, in], float32 -> (bytes, uint8 [out, in / 2]; scales, bfloat16
+    [out, in / group]).
 
     A group of zeros has the scale 1."""
     # BEGIN SOLUTION
@@ -124,7 +126,7 @@ print(inspect.getsource(formats.Int.fit))
 receipts.bytes_of_formats(guess_bits)
 
 # %% [markdown]
-# In this small model the embedding is almost a fifth of the parameters, so the file shrinks by less than the layers do.
+# In this small model the embedding is almost a fifth of the parameters, so the model shrinks by less than the layers do.
 # In Llama 3 70B embedding and head are 3 % of the parameters, and still a tenth of the bytes once the rest has 4 bits.
 #
 # ## 2 · Error
@@ -144,7 +146,7 @@ measured_noise = experiments.noise_by_group(figures.GROUPS)
 
 
 def noise_by_group():
-    """Signal to noise of the target's weights by bits per weight: int4 and int8 in groups of several sizes."""
+    """Signal to noise of the target's weights by bits per weight, for int4 and int8 in groups."""
     return figures.draw_noise(measured_noise)
 
 
@@ -215,8 +217,10 @@ def round_int4(weight, group):
 
 
 def awq_factors(weight, x, group, steps=20):
-    """weight: [out, in]; x: [rows, in], inputs of the layer, in float32 -> s, [in]: of the candidates the one whose
-    rounded weights, round_int4(weight * s, group), give the outputs nearest to x @ weight.T (sum of squares)."""
+    """weight: [out, in]; x: [rows, in], inputs of the layer, in float32 -> s, [in].
+
+    Of the candidates the one whose rounded weights, round_int4(weight * s, group), give the outputs
+    nearest to x @ weight.T (sum of squares)."""
     # BEGIN SOLUTION
     size = x.abs().mean(0)
     best, least = None, float("inf")
@@ -261,9 +265,17 @@ def gptq_columns(weight, upper, nearest):
 gptq_columns = check("gptq-columns", gptq_columns)
 
 # %% [markdown]
-# Both on the committed target, all with groups of 128. The second column of models has **planted outliers**: a few
-# channels of every layer's input are 30 times larger and the weights that meet them 30 times smaller, so the model
-# computes exactly the same. Large trained models grow such channels by themselves
+# How much is that worth? Column j adds ((w - ŵ) / U[j, j])² to the squared error of an output, so with steps Δ the mean
+# is Δ²/12 · Σ 1/U[j, j]². Rounding to nearest gives Δ²/12 · Σ H[j, j], and 1/U[j, j]² is the part of H[j, j] that the
+# inputs still to come do not explain. GPTQ gains as much as the inputs are correlated:
+
+# %%
+receipts.gptq_by_formula()
+
+# %% [markdown]
+# Both methods on the committed target, with groups of 128. The columns on the right are of a model with **planted
+# outliers**: one of 16 channels that the layers read is 30 times larger and the weights that meet it 30 times
+# smaller, so the model computes the same. Large trained models grow such channels by themselves
 # ([Dettmers et al. 2022](https://arxiv.org/abs/2208.07339)); this small one has not. The error is that of the layers'
 # outputs, Σ ‖(W - Ŵ) x‖² / Σ ‖W x‖²; text is held out.
 
@@ -274,11 +286,13 @@ receipts.methods(methods)
 # %% [markdown]
 # What to read in it:
 #
-# - **AWQ and GPTQ lower the error of outputs**, which is what they minimise, on each model.
-# - **With outliers rounding to nearest falls apart.** AWQ finds the planted factors and undoes them; GPTQ cannot change
-#   the grid, but it can spread the error.
-# - **Without outliers the text hardly notices any of them.** Differences of a few tenths of a percent between 4-bit
-#   methods are smaller than those between two texts. Measure on yours, with enough of it.
+# - **Both lower the error of outputs**, which is what they minimise. GPTQ's is measured on the very text that it was
+#   calibrated on, which flatters it.
+# - **With outliers rounding to nearest loses many times as much.** Weights that are 30 times smaller than their group's
+#   scale suggests become 0, and they meet the largest inputs. AWQ finds the planted factors and undoes them. GPTQ keeps
+#   the grid as it is and can only make good elsewhere.
+# - **Without outliers the text hardly notices.** Differences of a tenth of a percent between 4-bit methods are smaller
+#   than those between two texts. Measure on yours, with enough of it.
 #
 # ## 4 · Keys and values
 #
@@ -306,15 +320,15 @@ def quantize_kv(keys):
 quantize_kv = check("int8-kv", quantize_kv)
 
 # %% [markdown]
-# What that buys in tokens, and what it costs in bits per byte when every key and value that the target's attention sees
-# has gone through your function:
+# What that buys in tokens, measured in the engine's own pool (`LLM(model, kv_dtype="int8")`), and what it costs in bits
+# per byte when every key and value that the target's attention reads has gone through your function:
 
 # %%
 receipts.cache(quantize_kv)
 
 # %% [markdown]
 # Grouped-query attention saves more than any of it, and it multiplies: keys of 8 instead of 64 heads are an eighth of
-# the bytes, and int8 halves those ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)).
+# the bytes, and int8 nearly halves those ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)).
 #
 # ## 5 · Leaving out instead of rounding
 #
@@ -328,8 +342,9 @@ receipts.cache(quantize_kv)
 
 # %%
 def two_of_four(weight):
-    """weight: [out, in], in a multiple of 4 -> (values, [out, in / 2]; places 0 .. 3, uint8 [out, in / 2]): of every
-    four inputs in a row the two with the largest |w|, in the order of their places."""
+    """weight: [out, in], in a multiple of 4 -> (values, [out, in / 2]; places 0 .. 3, uint8
+    [out, in / 2]): of every four inputs in a row the two with the largest |w|, in the order of
+    their places."""
     # BEGIN SOLUTION
     fours = weight.unflatten(1, (-1, 4))
     places = fours.abs().topk(2, dim=-1).indices.sort(dim=-1).values
@@ -349,8 +364,8 @@ two_of_four = check("two-of-four", two_of_four)
 
 # %%
 def low_rank(weight, error):
-    """-> (A, [out, r]; B, [r, in]) with the smallest r for which ‖weight - A B‖ <= error · ‖weight‖ (Frobenius).
-    `torch.linalg.svd` is allowed; 0 < error < 1."""
+    """-> (A, [out, r]; B, [r, in]) with the smallest r for which ‖weight - A B‖ <= error · ‖weight‖
+    (Frobenius). `torch.linalg.svd` is allowed; 0 < error < 1."""
     # BEGIN SOLUTION
     u, values, v = torch.linalg.svd(weight, full_matrices=False)
     left_out = values.square().flip(0).cumsum(0).flip(0)  # by rank: what is left out of it
@@ -366,25 +381,28 @@ spectrum = experiments.spectrum()
 
 
 def tail_of_singular_values():
-    """Error of the best matrix of each rank beside that of int4, for one of the target's layers, by bytes."""
+    """Error of the best matrix of each rank and of int4, for one of the target's layers, by bits."""
     return figures.draw_spectrum(spectrum)
 
 
 show(tail_of_singular_values)
 
 # %% [markdown]
-# Trained weight matrices are nearly of full rank, so cutting them off is expensive. What has low rank are their *updates* in
+# The singular values of trained weights fall slowly, so cutting the rank is expensive. What has low rank are their *updates* in
 # fine-tuning (LoRA). The same target, by every method and without any training afterwards:
 
 # %%
 receipts.leaving_out()
 
 # %% [markdown]
-# None of these is a fair end of the story: pruned and low-rank models are trained on afterwards, and recover a good part.
+# Zeros that are kept in 16 bits (the fourth row) save nothing: only a format that leaves them out does. None of this is a
+# fair end of the story, because pruned and low-rank models are trained on afterwards and recover a good part.
+#
 # The third way is to train a smaller model from the start, best with the large one's distributions as its goal instead of
-# the text's single next token: *distillation* ([Hinton et al. 2015](https://arxiv.org/abs/1503.02531)). minillm trains
-# its heads for speculation that way (`minillm/serve/speculate/distil.py`). The committed draft, a tenth of the target, was
-# trained on text alone; it is the point at the far left in the next figure.
+# the text's single next token: *distillation* ([Hinton et al. 2015](https://arxiv.org/abs/1503.02531)).
+# `python -m minillm train --teacher target` does that (`minillm/train/teacher.py`). The committed draft, a tenth of the
+# target, was trained on text alone. It is the point at the far left of the next figure: the fewest bytes and the most
+# speed, for more error than any format costs.
 #
 # ## 6 · Speed
 #
@@ -395,20 +413,21 @@ formats_measured = experiments.formats()
 
 
 def bytes_error_speed():
-    """Bits per byte and tokens per second of the target in each format, by its bytes; the draft beside them."""
+    """KL to the original and tokens per second of the target in each format, by its bytes, and the
+    draft."""
     return figures.draw_formats(formats_measured)
 
 
 show(bytes_error_speed)
 
 # %%
-receipts.formats(formats_measured)
+speed.formats(formats_measured)
 
 # %% [markdown]
 # The order in the claim is the order of certainty. Bytes are arithmetic. The error depends on the weights and the text.
-# And speed depends on whether there is a kernel that reads the codes as they are: int8 has one on this CPU (see
-# `python -m minillm doctor`), NF4 and e4m3 are turned back into float32 before every product, which reads *more* bytes
-# than before.
+# And speed depends on a kernel that reads the codes as they are; the last column says what multiplied. Where it says
+# *dequantize*, codes are turned back into float32 before every product, which reads and writes *more* bytes than
+# before.
 #
 # ### When it ends
 #
@@ -423,7 +442,7 @@ show(figures.speedup_by_batch)
 sliders(figures.speedup_by_batch, bits=(3.0, 16.0), batch=(1, 512), context=[0, 512, 2048, 8192])
 
 # %%
-receipts.when_it_ends(guess_full_batch)
+speed.when_it_ends(guess_full_batch)
 
 # %% [markdown]
 # ## Break it
@@ -471,22 +490,27 @@ receipts.programs(verdict)
 # - **A: one scale for the tensor.** The largest weight of all sets every step. 16 different values in the whole matrix.
 # - **B** is right, but three weights are outliers: its error is larger than that of C. Codes cannot help it; a smaller
 #   group, AWQ, or keeping the outliers in 16 bits ([Dettmers et al. 2023](https://arxiv.org/abs/2306.03078), SpQR) can.
-# - **C: groups along the outputs.** Each column's groups have 16 values, each row's have many. On weights that are alike in
-#   all directions the error is the *same* as that of the right program, so no test of quality finds it; a kernel that
-#   reads the folder does, because it multiplies with other scales.
+# - **C: groups along the outputs.** Each column's groups have 16 values, each row's have many. Where weights are alike in
+#   all directions its error is that of the right program, so no test of quality finds it. The kernel that reads the folder
+#   does, because it multiplies with other scales.
 # - **D** is right.
 # - **E: the zero point off by one.** All weights of a group move by one step in the same direction. GPTQ's first file
-#   layout stores zero points minus one on purpose, so readers and writers that disagree make exactly this
-#   ([AutoGPTQ#354](https://github.com/AutoGPTQ/AutoGPTQ/pull/354)).
+#   layout stores zero points minus one ([AutoGPTQ#325](https://github.com/AutoGPTQ/AutoGPTQ/pull/325)), its second does
+#   not, and folders do not always say which they are: a 27B model read the wrong way writes the same token for ever
+#   ([vLLM#38966](https://github.com/vllm-project/vllm/pull/38966)).
 # - **F** is right: NF4, whose levels are not evenly spaced.
 # </details>
 #
-# What each of the bugs does to the target's text, all layers in int4 with groups of 32:
+# What each of the bugs does to the target's text, all layers in int4 with groups of 32, as trained and with the outliers of
+# section 3:
 
 # %%
 receipts.what_bugs_cost()
 
 # %% [markdown]
+# One scale for a whole tensor is a small bug in a model without outliers and a large one in a model that has them: test
+# with weights like those that you will serve.
+#
 # ## Where it loses
 #
 # ### Large batches and prompts, measured here
@@ -495,7 +519,7 @@ receipts.what_bugs_cost()
 # once. One row is a decode step, hundreds are a prompt.
 
 # %%
-receipts.batches_here()
+speed.batches_here()
 
 # %% [markdown]
 # ### Large batches, by formula
@@ -504,7 +528,7 @@ receipts.batches_here()
 # well (W8A8, fp8), so the products themselves run twice as fast: that pays at any batch.
 
 # %%
-receipts.batches_h100()
+speed.batches_h100()
 
 # %% [markdown]
 # At a context of 2,048 the cache is read as well, by every sequence its own. Smaller weights cannot shorten that; a smaller
@@ -532,7 +556,7 @@ receipts.peer()
 # | NF4, double quantization | `NF4()` | bitsandbytes `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)` |
 # | AWQ, GPTQ | `--method awq`, `--method gptq` | llm-compressor `AWQModifier`, `GPTQModifier` |
 # | int8 weights and inputs | `--method smoothquant` | llm-compressor `SmoothQuantModifier` with scheme `W8A8` |
-# | a cache in 8 bits | exercise 5 | vLLM `--kv-cache-dtype fp8` |
+# | a cache in 8 bits | `LLM(model, kv_dtype="int8")` | vLLM `--kv-cache-dtype fp8` |
 # | 2:4 | `minillm/quantize/prune.py` | torch `to_sparse_semi_structured` |
 #
 # Sources: documentation of [vLLM](https://docs.vllm.ai/en/latest/features/quantization/),
@@ -546,7 +570,7 @@ receipts.peer()
 #
 # ```bash
 # python -m minillm quantize --model $DIR --method awq --bits 4 --group 128 --out $NEW --report
-# python -m minillm serve --model $NEW                                # here
+# python -m minillm generate "def parse(" --model $NEW                 # here
 # vllm serve $NEW                                                      # reads the same folder
 # ```
 #
@@ -555,7 +579,7 @@ receipts.peer()
 # The numbers behind the answers, computed by formula:
 
 # %%
-receipts.interview()
+speed.interview()
 
 # %% [markdown]
 # Say your answer aloud before you open one.
@@ -566,7 +590,7 @@ receipts.interview()
 # Whatever waits for weights to be read: decoding at small batches, by 16 / (4 + 16/group), 3.9 times with groups of 128.
 # Prefill gains nothing, since its products take as long as before. Reading the cache does not change either.
 #
-# *Follow-up: up to which batch?* On an H100 the full factor holds up to about 76 sequences, and from 295 on it is 1.
+# *Follow-up: up to which batch?* On an H100 the full factor holds up to 76 sequences, and from 296 on it is 1.
 # </details>
 #
 # **2. Why groups, and why along the inputs?**
@@ -618,23 +642,23 @@ receipts.interview()
 # 8 bits for weights and inputs?**
 
 # %%
-receipts.design_card(guess_sequences)
+speed.design_card(guess_sequences)
 
 # %%
-receipts.design_day_and_night()
+speed.design_day_and_night()
 
 # %% [markdown]
 # <details><summary>D1 and D2: a worked answer</summary>
 #
-# D1: 16 bits (141 GB) and 8 bits (73 GB of the 72 that are left) do not fit. With 4-bit layers in groups of 128 and
-# embedding and head in 16 bits the weights take 39 GB. 10 % free and 2 GB for activations leave 70 GB, so the cache
-# gets 30 GB. A token's keys and values are 328 kB in 16 bits: two sequences of 32,768. In 8 bits, with a 32-bit scale per
-# token and head, they are 169 kB: five sequences. A step reads all weights and five full caches: 20 ms
-# at 3.35 TB/s, 50 tokens per second for each. The cache is two fifths of that traffic, so 8 bits save time there, too.
+# D1: 10 % free and 2 GB for activations leave 70 GB. Weights in 16 bits (141 GB) and in 8 bits (73 GB) do not fit. With
+# 4-bit layers in groups of 128, embedding and head in 16 bits, they take 39.5 GB, and the cache gets 30.5 GB. A token's
+# keys and values are 328 kB in 16 bits: two sequences of 32,768. In 8 bits, with a 32-bit scale per token and head, they
+# are 169 kB: five sequences. A step reads the weights and five full caches: 19.4 ms at 3.35 TB/s, so 51 tokens per second
+# for each. The caches are 43 % of that traffic, which is why a smaller cache saves time as well as room.
 #
-# D2: by day the step waits for memory: 4-bit weights make it 2.7 times shorter, 8 bits 1.8 times (the cache stays). By night
-# a prompt of 2,048 tokens is compute-bound: 4-bit weights gain nothing, and 8 bits for weights and inputs nearly halve the
-# time. One format for both: 8 bits. Two replicas with one format each: 4 bits by day, 8 by night.
+# D2: by day the step waits for memory: 4-bit weights make it 2.5 times shorter, 8 bits 1.7 times (the cache stays). By
+# night a prompt of 2,048 tokens is compute-bound: 4-bit weights gain nothing, and 8 bits for weights and inputs halve the
+# time. One format for both: 8 bits. With a replica for each, 4 bits by day and 8 by night.
 # </details>
 #
 # ### Capstone (open)

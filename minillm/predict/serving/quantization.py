@@ -30,6 +30,35 @@ def mean_squared_error(step: float) -> float:
     return step * step / 12
 
 
+def nearest_output_error(step: float, second_moments: Sequence[float]) -> float:
+    """Σ_j Δ²/12 · H_jj: mean square error of one output under rounding to nearest, if the errors of its weights are
+    independent. second_moments: mean of x_j², the diagonal of H = mean of x xᵀ."""
+    return mean_squared_error(step) * sum(second_moments)
+
+
+def gptq_output_error(step: float, pivots: Sequence[float]) -> float:
+    """Σ_j Δ²/12 / U_jj²: the same under GPTQ, pivots: the diagonal of the upper Cholesky factor U of H⁻¹ = Uᵀ U.
+
+    Column j is off by w - ŵ, at most Δ/2, from what the columns before it left, and adds ((w - ŵ) / U_jj)² to the error
+    of the output (Frantar et al. 2022, equation 2). So Σ_j Δ²/4 / U_jj², three times this, is an upper bound. 1 / U_jj²
+    is the part of x_j that the inputs after it do not explain, hence never above H_jj.
+    """
+    if not all(pivot > 0 for pivot in pivots):
+        raise ValueError("pivots must be above 0: they are the diagonal of a Cholesky factor.")
+    return mean_squared_error(step) * sum(1 / pivot**2 for pivot in pivots)
+
+
+def signal_to_noise_db(bits: int, peak_over_rms: float) -> float:
+    """10 · log10(mean square of the weights / mean square of the error), of 2^bits even steps over -peak .. peak.
+
+    6.02 · bits + 4.77 - 20 · log10(peak / rms): every bit gains 6.02 dB, and an outlier that doubles the peak costs as
+    much as a bit.
+    """
+    _positive(bits=bits, peak_over_rms=peak_over_rms)
+    step = 2 * peak_over_rms / 2**bits
+    return -10 * math.log10(mean_squared_error(step))
+
+
 def decode_seconds(weights: float, batch: int, bits: float, flops: float, bandwidth: float) -> float:
     """Lower bound in seconds of one decode step of `batch` sequences. weights: how many; flops: FLOP/s; bandwidth:
     bytes/s of memory."""

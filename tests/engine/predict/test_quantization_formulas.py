@@ -9,8 +9,12 @@ from minillm.predict.serving.quantization import (
     batch_of_full_speedup,
     batch_without_speedup,
     bits_per_weight,
+    cache_bits_per_number,
+    gptq_output_error,
     low_rank_error,
     mean_squared_error,
+    nearest_output_error,
+    signal_to_noise_db,
     speedup,
 )
 from minillm.quantize import NF4, Float8, Int, QuantizedLinear
@@ -70,6 +74,29 @@ def test_the_error_of_low_rank_is_what_the_singular_values_say():
         assert low_rank_error(values.tolist(), rank) == pytest.approx(float((matrix - best).norm()), abs=1e-9)
 
 
+def test_the_output_error_of_gptq_is_what_the_pivots_say():
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(24, 24, dtype=torch.float64, generator=generator)
+    hessian = mix @ mix.T / 24 + 0.05 * torch.eye(24, dtype=torch.float64)
+    weight = torch.randn(4000, 24, dtype=torch.float64, generator=generator)
+    step, left, rounded = 0.1, weight.clone(), torch.empty_like(weight)
+    for j in range(24):  # without Cholesky: what is left of H is inverted anew for each column
+        inverse = torch.linalg.inv(hessian[j:, j:])
+        rounded[:, j] = torch.round(left[:, j] / step) * step
+        left[:, j:] -= ((left[:, j] - rounded[:, j]) / inverse[0, 0])[:, None] * inverse[0]
+
+    def output_error(found):
+        return float((((found - weight) @ hessian) * (found - weight)).sum(1).mean())
+
+    pivots = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True).diagonal().tolist()
+    expected = gptq_output_error(step, pivots)
+    assert output_error(rounded) == pytest.approx(expected, rel=0.03)
+    assert float((((rounded - weight) @ hessian) * (rounded - weight)).sum(1).max()) < 3 * expected
+    nearest = nearest_output_error(step, hessian.diagonal().tolist())
+    assert output_error(torch.round(weight / step) * step) == pytest.approx(nearest, rel=0.03)
+    assert expected < nearest
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -77,6 +104,7 @@ def test_the_error_of_low_rank_is_what_the_singular_values_say():
         lambda: mean_squared_error(0),
         lambda: speedup(0, 4, 16, 1e12, 1e11),
         lambda: low_rank_error([1.0], 2),
+        lambda: nearest_output_error(0, [1.0]),
     ],
 )
 def test_bad_input_is_named(call):
