@@ -82,6 +82,11 @@ def batch_without_speedup(bits_before: float, flops: float, bandwidth: float) ->
     return batch_of_full_speedup(bits_before, flops, bandwidth)
 
 
+def cache_bits_per_number(bits: int, head_dim: int, *, scale_bits: float = 16) -> float:
+    """Of keys and values with a scale for each token and head: the pool holds 16 / this times as many tokens."""
+    return bits_per_weight(bits, head_dim, scale_bits=scale_bits)
+
+
 def low_rank_error(singular_values: Sequence[float], rank: int) -> float:
     """‖W - W_r‖ (Frobenius) of the best matrix of that rank: the root of the summed squares of the singular values left
     out."""
@@ -89,6 +94,12 @@ def low_rank_error(singular_values: Sequence[float], rank: int) -> float:
         raise ValueError(f"rank {rank} must lie in 0 .. {len(singular_values)}, the number of singular values.")
     left_out = sorted(singular_values, reverse=True)[rank:]
     return math.sqrt(sum(value * value for value in left_out))
+
+
+def low_rank_saves(outputs: int, inputs: int) -> int:
+    """The largest rank whose two factors, [out, r] and [r, in], hold fewer numbers than the matrix."""
+    _positive(outputs=outputs, inputs=inputs)
+    return (outputs * inputs - 1) // (outputs + inputs)
 
 
 def _positive(**values: float) -> None:

@@ -12,6 +12,7 @@ from minillm.predict.serving.quantization import (
     cache_bits_per_number,
     gptq_output_error,
     low_rank_error,
+    low_rank_saves,
     mean_squared_error,
     nearest_output_error,
     signal_to_noise_db,
@@ -53,7 +54,10 @@ def test_error_of_rounding_is_a_twelfth_of_the_squared_step_and_a_bit_is_6_db():
         expected = sum(mean_squared_error(float(step)) for step in grid.scale) / len(grid.scale)
         assert float(error.mean()) == pytest.approx(expected, rel=0.06)
         measured[bits] = 10 * math.log10(float(weight.square().mean() / error.mean()))
+        assert measured[bits] == pytest.approx(signal_to_noise_db(bits, math.sqrt(3)), abs=0.6)
     assert measured[8] - measured[4] == pytest.approx(4 * 6.02, abs=0.6)  # 15 and 255 steps, not 16 and 256
+    assert signal_to_noise_db(4, 2.0) - signal_to_noise_db(5, 4.0) == pytest.approx(0, abs=1e-9)
+    assert signal_to_noise_db(8, 1.0) == pytest.approx(6.02 * 8 + 4.77, abs=0.01)
 
 
 def test_speedup_is_the_ratio_of_bits_and_ends_at_the_ridge():
@@ -66,12 +70,18 @@ def test_speedup_is_the_ratio_of_bits_and_ends_at_the_ridge():
     assert speedup(math.ceil(none), 4.125, 16, flops, bandwidth) == pytest.approx(1)
 
 
+def test_a_pool_in_int8_holds_nearly_twice_the_tokens():
+    assert 16 / cache_bits_per_number(8, 128) == pytest.approx(2 / (1 + 1 / 64))
+
+
 def test_the_error_of_low_rank_is_what_the_singular_values_say():
     matrix = torch.randn(30, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     u, values, v = torch.linalg.svd(matrix, full_matrices=False)
     for rank in (0, 1, 7, 20):
         best = u[:, :rank] * values[:rank] @ v[:rank]
         assert low_rank_error(values.tolist(), rank) == pytest.approx(float((matrix - best).norm()), abs=1e-9)
+    rank = low_rank_saves(30, 20)
+    assert rank * 50 < 600 <= (rank + 1) * 50
 
 
 def test_the_output_error_of_gptq_is_what_the_pivots_say():
