@@ -62,7 +62,7 @@ def read_metrics(folder: Path, missing_ok: bool = False) -> list[dict[str, Any]]
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        what = error.strerror if isinstance(error, OSError) else "it is no text"
+        what = error.strerror if isinstance(error, OSError) else "it is not text"
         raise _not_metrics(path, what) from error
     rows = []
     for number, line in enumerate(lines, start=1):
