@@ -296,7 +296,7 @@ def _took(it: Summary) -> str:
 def _fields(line: str) -> dict[str, Any]:
     wanted = _object(line)
     if not wanted:
-        raise ValueError('it is no JSON object: write {"prompt": "..."}')
+        raise ValueError('it is not a JSON object: write {"prompt": "..."}')
     for name in wanted:
         if name not in FIELDS:
             close = difflib.get_close_matches(name, FIELDS, n=1)

@@ -150,7 +150,7 @@ def command(
     if model_size not in SIZES:
         raise ValueError(f"--model-size: no model size {model_size!r}: use one of {', '.join(SIZES)}")
     if run in (".", ".."):
-        raise ValueError(f"--run {run} is no name: give the run a folder of its own under {runs}")
+        raise ValueError(f"--run {run} is not a name: give the run a folder of its own under {runs}")
     given = {
         name: value for name, value in invocation.params.items() if name in DEFAULTS and is_given(invocation, name)
     }

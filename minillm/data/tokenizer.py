@@ -153,7 +153,7 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:
             raise ValueError(
-                "the text is no Unicode string (a lone surrogate?): use encode_bytes for raw bytes"
+                "the text is not a Unicode string (a lone surrogate?): use encode_bytes for raw bytes"
             ) from None
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 

@@ -125,7 +125,7 @@ def folder_of(model: str, option: str = "--model") -> Path:
                 f"{where} --export FOLDER` makes the steps that it still lacks and writes a model folder"
             )
     raise ValueError(
-        f"{option} {model} is no model folder (no config.json in it): name one, or {' or '.join(COMMITTED)}"
+        f"{option} {model} is not a model folder (no config.json in it): name one, or {' or '.join(COMMITTED)}"
     )
 
 

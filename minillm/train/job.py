@@ -167,7 +167,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     for name, value in saved.items():
         if name not in DEFAULTS and name not in ("dp", "job"):
             close = difflib.get_close_matches(name, DEFAULTS, n=1)
-            raise _damaged(path, f"{name!r} is no setting" + (f", perhaps {close[0]!r} is meant" if close else ""))
+            raise _damaged(path, f"{name!r} is not a setting" + (f", perhaps {close[0]!r} is meant" if close else ""))
         if not _fits(name, value):
             raise _damaged(path, f"{name} cannot be {value!r:.40}")
     return saved

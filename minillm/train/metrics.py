@@ -69,7 +69,7 @@ def read_rows(path: Path, what: str, types: Mapping[str, Any]) -> list[dict[str,
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise _foreign(path, what, error.strerror if isinstance(error, OSError) else "it is no text") from error
+        raise _foreign(path, what, error.strerror if isinstance(error, OSError) else "it is not text") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -188,8 +188,8 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict:
     for each in fields(config):
         if (found := getattr(again, each.name)) != (value := getattr(config, each.name)):
             raise ValueError(
-                f"{each.name} {value!r} together with the rest of this configuration is no Hugging Face architecture "
-                f"that minillm knows ({kind} has {found!r}): it cannot be saved in that format."
+                f"{each.name} {value!r} together with the rest of this configuration is not a Hugging Face "
+                f"architecture that minillm knows ({kind} has {found!r}): it cannot be saved in that format."
             )
     return raw
 
@@ -270,7 +270,7 @@ def _check_keys(raw: dict, kind: str) -> None:
     for key, value in raw.items():
         if key == "quantization_config" and value:
             if not isinstance(value, dict):
-                raise ValueError(f"quantization_config {value!r} is no object: download the folder again.")
+                raise ValueError(f"quantization_config {value!r} is not an object: download the folder again.")
             method = value.get("quant_method")
             if method not in ("compressed-tensors", "gptq", "awq"):
                 raise ValueError(

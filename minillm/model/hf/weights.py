@@ -52,4 +52,4 @@ def _open(path: Path) -> safe_open:
     except FileNotFoundError as error:
         raise ValueError(f"{path} does not exist, but {INDEX} names it: a shard is missing.") from error
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is truncated or no safetensors file ({error}).") from error
+        raise ValueError(f"{path} is truncated or not a safetensors file ({error}).") from error

@@ -102,7 +102,9 @@ def choose(module: nn.Module, blocks: Sequence[str | nn.Module] | None) -> dict[
     for block in blocks:
         name = block if isinstance(block, str) else names.get(block)
         if name not in modules or modules[name] is module:
-            raise ValueError(f"block {block!r} is no part of the {type(module).__name__}: use module.named_modules().")
+            raise ValueError(
+                f"block {block!r} is not a part of the {type(module).__name__}: use module.named_modules()."
+            )
         for other, earlier in chosen.items():
             if modules[name] in set(earlier.modules()) or earlier in set(modules[name].modules()):
                 raise ValueError(f"blocks {other} and {name} overlap: name only one of them, a block holds no other.")

@@ -127,7 +127,7 @@ def test_an_id_outside_the_vocabulary_is_refused(token):
 
 
 def test_half_a_surrogate_pair_is_refused():
-    with pytest.raises(ValueError, match="no Unicode string"):
+    with pytest.raises(ValueError, match="not a Unicode string"):
         TOKENIZER.encode("\ud800")
 
 

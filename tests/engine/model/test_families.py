@@ -245,7 +245,7 @@ def test_what_would_give_other_logits_is_refused(message):
     [dict(norm_offset=1.0), dict(norm_placement="both"), dict(mlp_bias=True, qkv_bias=True), dict(attention_scale=0.3)],
 )
 def test_what_no_family_has_is_not_saved(options, tmp_path):
-    with pytest.raises(ValueError, match="is no Hugging Face architecture that minillm knows"):
+    with pytest.raises(ValueError, match="is not a Hugging Face architecture that minillm knows"):
         save_hf(Transformer(ModelConfig(67, 32, 48, 2, 4, **options)), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -303,7 +303,7 @@ def test_choices_of_training_do_not_keep_experts_from_being_saved(tmp_path):
         dict(dense_layers=[1]),
     ):
         model = Transformer(ModelConfig(67, 32, 48, 2, 4, moe=MoEConfig(3, 2, **other)))
-        with pytest.raises(ValueError, match="is no Hugging Face architecture that minillm knows"):
+        with pytest.raises(ValueError, match="is not a Hugging Face architecture that minillm knows"):
             save_hf(model, tmp_path / "other")
 
 

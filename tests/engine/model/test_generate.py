@@ -69,7 +69,7 @@ def test_missing_checkpoints_say_what_makes_them(tmp_path, monkeypatch, capsys):
     assert run(["generate", "x"]) == 2
     assert "python -m minillm train --model-size target --export" in capsys.readouterr().err
     assert run(["generate", "x", "--model", str(tmp_path)]) == 2
-    assert "is no model folder" in capsys.readouterr().err
+    assert "is not a model folder" in capsys.readouterr().err
     assert generate_module.RUN_FILE == SETTINGS_FILE
     monkeypatch.chdir(tmp_path)
     for folder, named, wanted in (

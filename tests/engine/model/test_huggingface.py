@@ -184,8 +184,8 @@ DAMAGE = {
         "partial_rotary_factor is not supported",
     ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "there are no weights to load"),
-    "truncated": (truncate, "model.safetensors is truncated or no safetensors file"),
-    "empty file": (lambda f: (f / "model.safetensors").write_bytes(b""), "is truncated or no safetensors file"),
+    "truncated": (truncate, "model.safetensors is truncated or not a safetensors file"),
+    "empty file": (lambda f: (f / "model.safetensors").write_bytes(b""), "is truncated or not a safetensors file"),
     "tensor missing": (lambda f: edit_tensors(f, **{K: None}), f"lacks tensor {K}: its checkpoint is not complete"),
     "tensor extra": (lambda f: edit_tensors(f, extra=torch.ones(1)), "holds tensor extra, for which"),
     "shape": (
@@ -220,7 +220,7 @@ def test_damaged_shards_are_named(tmp_path):
     with pytest.raises(ValueError, match="a shard is missing"):
         load_hf(tmp_path)
     (tmp_path / where["lm_head.weight"]).mkdir()
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         load_hf(tmp_path)
     for damaged in ({}, {"weight_map": list(where)}, {"weight_map": dict.fromkeys(where, 1)}):
         index.write_text(json.dumps(damaged))
@@ -253,7 +253,7 @@ def test_which_layers_slide():
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"qkv_bias True together with the rest .* no Hugging Face"):
+    with pytest.raises(ValueError, match=r"qkv_bias True together with the rest .* not a Hugging Face"):
         save_hf(Transformer(ModelConfig(67, 32, 48, 2, 4, qk_norm=True, qkv_bias=True)), tmp_path)
     with pytest.raises(ValueError, match="max_shard_bytes 0 must be at least 1"):
         save_hf(Transformer(SMALL), tmp_path, max_shard_bytes=0)

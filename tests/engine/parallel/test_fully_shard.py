@@ -134,7 +134,7 @@ def test_bad_input_is_one_sentence(corners):
         "model": r"rank 1 has stem.2.weight \[6, 4\] torch.float32 where rank 0 has stem.2.weight \[5, 4\]",
         "frozen": "rank 1 has head.bias .* frozen where rank 0 has head.bias",
         "tied": "blocks.1.weight and blocks.3.weight are tied but lie in different blocks",
-        "blocks": "block 'stem.9' is no part of the Toy",
+        "blocks": "block 'stem.9' is not a part of the Toy",
         "no blocks": "Linear has no nn.ModuleList to shard by",
         "prefetch": "prefetch -1",
         "meta": "blocks.0.attention_norm.weight is on 'meta'",

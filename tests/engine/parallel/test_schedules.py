@@ -203,7 +203,7 @@ def test_schedules_are_values():
         (lambda: gpipe(2.5, 4), "stages is 2.5: give a whole number"),
         (lambda: one_f_one_b(2, 4.0), "microbatches is 4.0: give a whole number"),
         (lambda: Action("X", 0), "not 'X'"),
-        (lambda: Action.parse("F"), "'F' is no action"),
+        (lambda: Action.parse("F"), "'F' is not an action"),
     ],
 )
 def test_bad_input_is_one_clear_sentence(call, says):

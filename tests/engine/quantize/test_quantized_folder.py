@@ -250,8 +250,11 @@ def without(folder, name):
 
 Q = "model.layers.0.self_attn.q_proj"
 BROKEN = {
-    "no object": (with_config_of(["gptq"]), r"quantization_config \['gptq'\] is no object: download the folder again"),
-    "no object, either": (with_config_of("gptq"), "quantization_config 'gptq' is no object"),
+    "no object": (
+        with_config_of(["gptq"]),
+        r"quantization_config \['gptq'\] is not an object: download the folder again",
+    ),
+    "no object, either": (with_config_of("gptq"), "quantization_config 'gptq' is not an object"),
     "other method": (lambda f: edited(f, quant_method="aqlm"), "not supported in the layout of 'aqlm': load one in"),
     "unknown format": (lambda f: edited(f, format="marlin-24"), "has format 'marlin-24', int of 4 bits by 'group'"),
     "3 bits": (lambda f: edited(f, config_groups__group_0__weights__num_bits=3), "bits 3 is not supported"),
@@ -270,7 +273,7 @@ BROKEN = {
     "codes missing": (lambda f: without(f, f"{Q}.weight_packed"), rf"lacks tensor {Q}.weight"),
     "truncated": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-99]),
-        "is truncated or no safetensors file",
+        "is truncated or not a safetensors file",
     ),
 }
 

@@ -113,8 +113,8 @@ def test_one_token_has_no_time_per_token(folder, tmp_path):
     [
         ("", "prompts.jsonl is empty: write one prompt per line"),
         ('{"prompt": "a"}\n\n{"prompt": "b"}', "line 2: it is empty: write a prompt or delete the line"),
-        ('{"prompt": "a"}\n{"prompt": }', "line 2: it is no JSON object"),
-        ('{"prompt": "a"}\n[1, 2]', "line 2: it is no JSON object"),
+        ('{"prompt": "a"}\n{"prompt": }', "line 2: it is not a JSON object"),
+        ('{"prompt": "a"}\n[1, 2]', "line 2: it is not a JSON object"),
         ('{"text": "a"}', "line 1: unknown field 'text'"),
         ('{"prompt": "a", "max_token": 3}', "line 1: unknown field 'max_token'; did you mean 'max_tokens'?"),
         ('{"max_tokens": 3}', 'line 1: it has no "prompt"'),
@@ -130,7 +130,7 @@ def test_one_token_has_no_time_per_token(folder, tmp_path):
         ('{"prompt": "a", "n": 65}', "line 1: n 65 is more than max_num_seqs 64"),
         ('{"prompt": "' + "word " * 99 + '"}', "line 1: a prompt of "),
         (b'{"prompt": "\xff"}', "is not UTF-8 text (byte 12): save it as UTF-8"),
-        ("{" * 100_000, "line 1: it is no JSON object"),
+        ("{" * 100_000, "line 1: it is not a JSON object"),
     ],
 )
 def test_a_bad_line_is_named_and_nothing_runs(folder, tmp_path, capsys, text, message):

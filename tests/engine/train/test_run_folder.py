@@ -95,7 +95,7 @@ def test_damaged_settings_and_metrics_are_one_sentence(a_run, capsys):
         "it holds 7, not settings": 7,
         "it lacks 'betas'": {k: v for k, v in good.items() if k != "betas"},
         "it lacks 'dp'": {k: v for k, v in good.items() if k != "dp"},
-        "'batchsize' is no setting, perhaps 'batch_size' is meant": good | {"batchsize": 4},
+        "'batchsize' is not a setting, perhaps 'batch_size' is meant": good | {"batchsize": 4},
         "lr cannot be 'fast'": good | {"lr": "fast"},
         "betas cannot be 0.9": good | {"betas": 0.9},
         "batch_size cannot be 0": good | {"batch_size": 0},
@@ -109,7 +109,7 @@ def test_damaged_settings_and_metrics_are_one_sentence(a_run, capsys):
     path.write_text(json.dumps(good))
     metrics = a_run / "metrics.jsonl"
     for content, message in (
-        (b"\x80\xff\x00 binary", "it is no text"),
+        (b"\x80\xff\x00 binary", "it is not text"),
         (b"5\n", "line 1 has no step: 5"),
         (b'{"loss": 1}\n', "line 1 has no step"),
     ):

@@ -48,7 +48,7 @@ class Action:
     def parse(text: str) -> Action:
         """The inverse of `str`."""
         if not (match := NAME.fullmatch(text)):
-            raise ValueError(f"{text!r} is no action: write F3, or F3.1 for chunk 1")
+            raise ValueError(f"{text!r} is not an action: write F3, or F3.1 for chunk 1")
         kind, microbatch, chunk = match.groups(default="0")
         return Action(kind, int(microbatch), int(chunk))
 
