@@ -89,7 +89,7 @@ def _check_devices(module: nn.Module, group: Group) -> None:
     first: dict[torch.device, str] = {}
     for name, tensor in _tensors(module):
         first.setdefault(tensor.device, name)
-    if set(first) - {group.device}:
+    if len(first) > 1 or {device.type for device in first} - {group.device.type}:
         places = ", ".join(f"{name} on {device}" for device, name in first.items())
         raise ValueError(f"group {group.name!r} is on {group.device}, but {places}: move the module there with .to()")
 
