@@ -11,7 +11,7 @@ BUGS = [name for exercise in tasks.TASKS for name in bugs.of_exercise(exercise)]
 @pytest.mark.parametrize("exercise", sorted({name.partition("/")[0] for name in BUGS}))
 def test_a_bug_has_a_cause_in_a_sentence(exercise):
     causes = {name: bugs.bug(name).cause for name in BUGS if name.startswith(f"{exercise}/")}
-    short = {name: cause for name, cause in causes.items() if len(cause.split()) < 6 or not cause.endswith((".", "?"))}
+    short = {name: cause for name, cause in causes.items() if len(cause.split()) < 4 or not cause.endswith((".", "?"))}
     assert not short
 
 

@@ -63,13 +63,15 @@ def test_an_interrupted_session_goes_on_where_it_stopped(tmp_path):
     session = sessions.start("pipeline", 10, seed=3)
     assert [kind for kind, _ in session.items] == ["drill", "card", "claim", "card", "card"]
     said, asked = [], []
-    mock.run(session, answering(["abc", "", "s", "", "", "9", "3", KeyboardInterrupt()], asked), said.append, tmp_path)
+    mock.run(
+        session, answering(["abc", "", "s", "", "", "", "9", "3", KeyboardInterrupt()], asked), said.append, tmp_path
+    )
     assert sum("is no number" in line for line in said) == 2, "what is no number is asked for again"
     assert "is no grade" in " ".join(said) and "kept" in said[-1]
     again = sessions.resume()
     assert again.done == session.done and len(again.done) == 2 and again.items == session.items
     assert [outcome for _, _, outcome in again.done] == ["skipped", "3"]
-    mock.run(again, answering(["perhaps", "f", "", "", "3", "", "", "2"]), said.append, tmp_path)
+    mock.run(again, answering(["perhaps", "f", "", "", "", "3", "", "", "", "2"]), said.append, tmp_path)
     assert "Vote t, f or d; q leaves." in said
     assert sessions.resume() is None and "cards: 2 of 3 well" in said[-1]
     assert any("What a strong answer adds" in line for line in said), "and a weak answer hears what is missing"
@@ -79,7 +81,7 @@ def test_an_interrupted_session_goes_on_where_it_stopped(tmp_path):
 
 def test_a_session_is_not_lost_to_another_one(tmp_path):
     first = sessions.start("pipeline", 10, seed=3)
-    mock.run(first, answering(["s", "", "", "3"]), print, tmp_path)
+    mock.run(first, answering(["s", "", "", "", "3"]), print, tmp_path)
     sessions.start("data", 6, seed=1)
     assert sessions.resume().topic == "data" and sessions.resume("pipeline") == first == sessions.resume(seed=3)
     assert sessions.resume("debugging") is None and sessions.resume("pipeline", 1) is None
@@ -300,7 +302,7 @@ def test_a_full_disk_costs_a_warning_and_the_session_goes_on(tmp_path, monkeypat
     monkeypatch.setattr(Path, "write_bytes", full)
     progress._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="No space left"):
-        mock.run(session, answering(["s", "", "", "3", "", "", "3"]), lambda _: None, tmp_path)
+        mock.run(session, answering(["s", "", "", "", "3", "", "", "", "3"]), lambda _: None, tmp_path)
     assert not session.open and len(spacing.memories()) == sum(kind == "card" for kind, _ in session.items)
     progress._warn_once.cache_clear()
 
@@ -419,8 +421,9 @@ def test_a_session_in_a_terminal(tmp_path):
         os.write(controller, b"1e9\n")
         until("Answer aloud, then press Enter: ")
         os.write(controller, b"\n")
-        until("Asked next: [^:]*Press Enter: ")
-        os.write(controller, b"\n")
+        for _ in range(2):
+            until("Asked next: [^:]*Press Enter: ")
+            os.write(controller, b"\n")
         until("at once\\): ")
         os.write(controller, b"7\n")
         until("no grade")
