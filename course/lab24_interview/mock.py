@@ -104,7 +104,8 @@ def minutes(seconds: float) -> str:
 def planned_for(kind: str, name: str) -> str:
     """What comes now, and how long it may take."""
     names = {"task": "Whiteboard", "bug": "Debugging", "design": "Design"}
-    return f"{names.get(kind, kind.capitalize())}, {rounds.planned(kind, name)} minutes"
+    which = f": {name.partition('/')[0]}" if kind in ("task", "bug") else ""
+    return f"{names.get(kind, kind.capitalize())}, {rounds.planned(kind, name)} minutes{which}"
 
 
 def when(moment: datetime) -> str:
