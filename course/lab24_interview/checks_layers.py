@@ -26,8 +26,7 @@ ROUNDED_ONCE = 2**-8 * 1.05  # of a bfloat16's value: half of its last digit, an
     minutes=15,
     difficulty=3,
     hints=(
-        "Every x of a token also changes the root by which the whole token is divided. Which direction of dx does "
-        "that take away?",
+        "One number of a token alters the divisor of all its numbers. Which direction of dx does that take away?",
         "With r = 1 / sqrt(mean(x²) + eps), n = x · r and s = dy · weight: dx = r · (s - n · mean(s · n)), and dweight "
         "is the sum of dy · n over all tokens.",
     ),

@@ -17,6 +17,7 @@ from typing import Any
 from course.kit import exercises
 from course.kit.checks import verify
 from course.lab24_interview import bugs, claims, deck, designs, drills, mock, readings, results, session, spacing, tasks
+from course.lab24_interview.wording import WIDTH, for_terminal
 from course.shared.decisions import judge
 
 
@@ -41,28 +42,28 @@ class Interview:
     def ask(self) -> None:
         """Show what is open now."""
         if not self.session.open:
-            print(mock.summary(self.session))
+            _say(mock.summary(self.session))
             return
         kind, name = self.session.open[0]
         used = self.session.used_s + time.monotonic() - self._since
         left = mock.clock(self.session, used)
-        print(f"[{len(self.session.done) + 1} of {len(self.session.items)}, {left}] {mock.planned_for(kind, name)}")
+        _say(f"\n[{len(self.session.done) + 1} of {len(self.session.items)}, {left}] {mock.planned_for(kind, name)}")
         if kind in ("task", "bug"):
             made = tasks.task(name) if kind == "task" else bugs.bug(name).task
             print(f"Copy this into a cell, write it, then interview.run({made.candidate}):\n\n{made.stub}")
         elif kind == "drill":
-            print(f"{mock.asked(drills.drill(name))} Then interview.answer(number).")
+            _say(f"{mock.asked(drills.drill(name))} Then interview.answer(number).")
         elif kind == "reading":
             its = readings.reading(name)
             asked = [mock.asked(decision) for decision in its.decisions]
-            print(its.report, *asked, f"Then interview.answer([{len(asked)} numbers]).", sep="\n")
+            _say(its.report, "", *asked, f"Then interview.answer([{len(asked)} numbers]).")
         elif kind == "claim":
-            print(f"“{claims.claim(name).text}” Then interview.answer('true'), 'false' or 'depends'.")
+            _say(f"“{claims.claim(name).text}” Then interview.answer('true'), 'false' or 'depends'.")
         elif kind == "design":
-            print(f"{designs.design(name).question} Say the six moves aloud, then interview.answer().")
+            _say(f"{designs.design(name).question} Say the six moves aloud, then interview.answer().")
         else:
             card = deck.card(name)
-            print(f"({card.topic}, {card.level}) {card.question} Say it aloud, then interview.answer().")
+            _say(f"({card.topic}, {card.level}) {card.question} Say it aloud, then interview.answer().")
 
     def answer(self, reply: object = "") -> None:
         """A drill's number, a reading's numbers or a vote count; a card or a design shows its answer and waits for
@@ -70,27 +71,27 @@ class Interview:
         kind, name = self._open("drill", "reading", "claim", "card", "design")
         if kind in ("card", "design"):
             shown = deck.card(name) if kind == "card" else designs.design(name).answer
-            print(f"{shown}\nGrade yourself with interview.grade(n): {mock.GRADE_HELP}.")
+            _say(f"{shown}\nGrade yourself with interview.grade(n): {mock.GRADE_HELP}.")
         elif kind == "claim":
             its, voted = claims.claim(name), claims.vote(str(reply))
             if voted is None:
-                print(f"{reply!r} is no vote: true, false or depends.")
+                _say(f"{reply!r} is no vote: true, false or depends.")
                 return
-            print(claims.reply(its, voted))
+            _say(claims.reply(its, voted))
             self._done("right" if voted == its.verdict else "far")
         else:
             its = readings.reading(name) if kind == "reading" else None
             decisions = its.decisions if its else (drills.drill(name),)
             replies = reply if isinstance(reply, list | tuple) else [reply]
             if len(replies) != len(decisions):
-                print(f"There are {len(decisions)} questions: answer with a list of {len(decisions)} numbers.")
+                _say(f"There are {len(decisions)} questions: answer with a list of {len(decisions)} numbers.")
                 return
             verdicts = [judge(decision, each) for decision, each in zip(decisions, replies, strict=True)]
             for decision, verdict in zip(decisions, verdicts, strict=True):
-                print(verdict.sentence if verdict.kind == "no number" else f"{verdict.sentence} {decision.because}")
+                _say(verdict.sentence if verdict.kind == "no number" else f"{verdict.sentence} {decision.because}")
             if all(verdict.kind != "no number" for verdict in verdicts):
                 if its:
-                    print(its.strong)
+                    _say(its.strong)
                 self._done(mock.together([verdict.kind for verdict in verdicts]))
 
     def grade(self, how_well: int) -> None:
@@ -99,31 +100,31 @@ class Interview:
         if str(how_well) not in mock.GRADES:
             raise ValueError(f"{how_well!r} is no grade: {mock.GRADE_HELP}.")
         if not self.session.kept:
-            print("A trial: this grade is not kept.")
+            _say("A trial: this grade is not kept.")
         elif kind == "card":
-            print(f"It comes back {mock.when(spacing.grade(name, mock.GRADES[str(how_well)]))}.")
+            _say(f"It comes back {mock.when(spacing.grade(name, mock.GRADES[str(how_well)]))}.")
         self._done(str(how_well))
 
     def run(self, candidate: Any) -> None:
         """A task's function through the hidden check; it counts once it passes."""
         kind, name = self._open("task", "bug")
         outcome = verify(exercises.find(name.partition("/")[0]), candidate)
-        print("passed" if outcome.status == "passed" else f"Not yet: {outcome.message}")
+        _say("passed" if outcome.status == "passed" else f"Not yet: {outcome.message}")
         if outcome.status == "passed":
             if kind == "bug":
-                print(bugs.explained(name))
+                _say(bugs.explained(name))
             self._done("passed")
 
     def skip(self) -> None:
         """Leave out what is open; how a drill is computed and what was wrong with a bug is said."""
         kind, name = self._open(*mock.KINDS)
         if kind == "drill":
-            print(drills.drill(name).because)
+            _say(drills.drill(name).because)
         elif kind == "reading":
             its = readings.reading(name)
-            print(*(decision.because for decision in its.decisions), its.strong, sep="\n")
+            _say(*(decision.because for decision in its.decisions), its.strong)
         elif kind == "bug":
-            print(bugs.explained(name))
+            _say(bugs.explained(name))
         self._done("skipped")
 
     def _open(self, *kinds: str) -> list[str]:
@@ -141,3 +142,8 @@ class Interview:
         if self.session.kept:
             results.record(kind, name, outcome)
         self.session.save()
+
+
+def _say(*parts: object) -> None:
+    """Each on a line of its own, folded between words."""
+    print(for_terminal("\n".join(map(str, parts)), WIDTH))

@@ -104,7 +104,8 @@ def minutes(seconds: float) -> str:
 def planned_for(kind: str, name: str) -> str:
     """What comes now, and how long it may take."""
     names = {"task": "Whiteboard", "bug": "Debugging", "design": "Design"}
-    return f"{names.get(kind, kind.capitalize())}, {rounds.planned(kind, name)} minutes"
+    which = f": {name.partition('/')[0]}" if kind in ("task", "bug") else ""
+    return f"{names.get(kind, kind.capitalize())}, {rounds.planned(kind, name)} minutes{which}"
 
 
 def when(moment: datetime) -> str:
@@ -251,15 +252,16 @@ def _design(name: str, table: Table) -> str:
     table.line(f"{MOVES['clarify']}: what do you ask first? Say it, then press Enter: ")
     table.say(answer.text("clarify"))
     for decision in problem.decisions.values():
+        table.say("")
         _number(decision, table)
     for move, title in list(MOVES.items())[1:]:
         table.line(f"{title}: say it aloud, then press Enter: ")
         table.say(answer.text(move))
     for question, reply in answer.follow_ups:
-        table.say(f"Asked next: {question}")
+        table.say(f"\nAsked next: {question}")
         table.line("Answer aloud, then press Enter: ")
         table.say(reply)
-    table.say(f"A weak answer: “{answer.text('weak')}”\nWhat a strong one adds: {answer.text('why')}")
+    table.say(f"\nA weak answer: “{answer.text('weak')}”\nWhat a strong one adds: {answer.text('why')}")
     return table.grade()
 
 

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 from course.shared.decisions import Decision
-from minillm.comm.diagnostics import flight_recorder, hang_report
-from minillm.measure.ledger import Event, Ledger, Span
-from minillm.measure.timeline import trace
 
 MINUTES = 5
 EXACT = 0.001  # tolerance of a rank or a line: one that is off by one is wrong
@@ -52,6 +50,9 @@ def of_topic(topic: str, draw: Random) -> list[str]:
 
 def read_trace(draw: Random) -> Reading:
     """One rank's backward takes longer; the last bucket is waited for everywhere, least of all there."""
+    from minillm.measure.ledger import Ledger, Span  # these need torch, which takes seconds to import
+    from minillm.measure.timeline import trace
+
     ranks = 3
     slow = draw.randrange(1, ranks)
     forward, backward, extra, transfer = (draw.choice(of) for of in ((20, 25), (40, 50), (8, 12, 15), (4, 5, 6)))
@@ -236,7 +237,9 @@ READINGS: dict[str, Callable[[Random], Reading]] = {
 }
 
 
-def _all_reduce(size: int, start: float, end: float, waited: float) -> Event:
+def _all_reduce(size: int, start: float, end: float, waited: float) -> Any:
+    from minillm.measure.ledger import Event
+
     return Event("all_reduce", "dp", size, 4, (size // 4,), "float32", start / 1e3, end / 1e3, waited / 1e3)
 
 
@@ -250,6 +253,8 @@ def _slice(event: dict) -> str:
 
 def _hang_table(lost: int, partner: int, replicas: int, since: float) -> str:
     """`hang_report` of a real flight recorder, whose clock is ours."""
+    from minillm.comm.diagnostics import flight_recorder, hang_report
+
     ranks, clock = list(range(2 * replicas)), SimpleNamespace(now=0.0)
     own_clock = SimpleNamespace(monotonic=lambda: clock.now)
     pairs = [[rank, rank + 1] for rank in ranks[::2]]

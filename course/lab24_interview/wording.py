@@ -124,8 +124,15 @@ def _exercise(name: str, notebook: NotebookNode) -> str:
     first = tasks[-1] if tasks else 0
     if not any(line.strip() for line in lines[first + 1 :]):
         first = max((place for place in headings if place < first), default=0)
-    title = re.sub(r"(#+) (?:Task \d+ · |\d+\. )?(.*?)(?: \(\d+ minutes\))?$", r"\1 \2", lines[first])
-    return "\n".join([title, *lines[first + 1 :]])  # a place in the lab means nothing to a candidate
+    return "\n".join([_title(lines[first]), *lines[first + 1 :]])
+
+
+def _title(line: str) -> str:
+    """A heading without its place in the lab and its minutes, which mean nothing to a candidate."""
+    found = re.fullmatch(
+        r"#+ (?:(?:(?:Task|Exercise) )?\d+(?: ·|\.) )?(.*?)(?: \([^()]*(?:minutes|optional)[^()]*\))?", line
+    )
+    return f"# {found[1][:1].upper()}{found[1][1:]}" if found else line
 
 
 def _plain(markdown: str) -> str:

@@ -25,15 +25,16 @@ MODEL, CLUSTER, TRAINING, SERVING, OUTPUT, INSTEAD = (
     partial(Option, rich_help_panel=panel)
     for panel in ("Model", "Cluster", "Training", "Serving", "Output", "Instead of a plan")
 )
+MODEL_USUAL, CLUSTER_USUAL, GPUS_USUAL = "llama-3-8b", "h100", 8
 RANKS = (2, 4, 8)  # of the layouts that are checked on this machine
 
 
 def command(
     model: Annotated[
         str, MODEL(help=f"{', '.join(architectures.ARCHITECTURES)}, or a folder with a config.json.")
-    ] = "llama-3-8b",
-    cluster: Annotated[str, CLUSTER(help=f"Devices: {', '.join(clusters.DEVICES)}.")] = "h100",
-    gpus: Annotated[int, CLUSTER(help="Number of GPUs.")] = 8,
+    ] = MODEL_USUAL,
+    cluster: Annotated[str, CLUSTER(help=f"Devices: {', '.join(clusters.DEVICES)}.")] = CLUSTER_USUAL,
+    gpus: Annotated[int, CLUSTER(help="Number of GPUs.")] = GPUS_USUAL,
     per_node: Annotated[int, CLUSTER(help="GPUs that share a node.")] = 8,
     network: Annotated[
         float | None, CLUSTER(help="GB/s of one GPU to other nodes, one direction.", show_default="the device's")
@@ -71,6 +72,11 @@ def command(
     for option, most in {"network": network, "memory": memory, "tpot-ms": tpot_ms, "ttft-ms": ttft_ms}.items():
         if most is not None and most <= 0:
             raise ValueError(f"--{option} {most} must be above 0.")
+    for option, instead in {"published": check, "this-machine": here, "placement": placement}.items():
+        if instead and (model, cluster, gpus, serve) != (MODEL_USUAL, CLUSTER_USUAL, GPUS_USUAL, False):
+            raise ValueError(
+                f"--{option} has its own models and clusters: leave out --model, --cluster, --gpus, --serve."
+            )
     if check:
         return _published(json_file)
     if here:

@@ -298,6 +298,7 @@ def test_serving_batches_meet_the_limit_and_memory():
         (["--serve", "--model", "llama-3-405b", "--gpus", "1"], "use more or larger"),
         (["--serve", "--tpot-ms", "0.01"], "no layout meets the limits"),
         (["--serve", "--tpot-ms", "nan"], "finite"),
+        (["--published", "--model", "llama-2-7b"], "leave out --model"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, sentence, capsys):
