@@ -92,10 +92,9 @@ def command(
         raise ValueError(f"--speculate: no proposer {speculate!r}: use one of {', '.join(PROPOSERS)}")
     if is_given(invocation, "k") and speculate is None:
         raise ValueError(f"--k {k} is a number of draft tokens: add --speculate NAME, which proposes them")
-    if kv is not None and kv not in KV_FORMATS:
-        raise ValueError(f"--kv {kv} is unknown: use one of {', '.join(KV_FORMATS)}")
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype} is unknown: use one of {', '.join(DTYPES)}")
+    for name, value, known in (("dtype", dtype, DTYPES), ("kv", kv, KV_FORMATS)):
+        if value is not None and value not in known:
+            raise ValueError(f"--{name} {value} is unknown: use one of {', '.join(known)}")
     if system is not None and not chat:
         raise ValueError("--system is a message of a chat: add --chat")
     folder = folder_of(model)

@@ -44,6 +44,18 @@ def test_the_text_is_the_same_with_and_without_speculation(folder, capsys, promp
     assert capsys.readouterr().out == plain and plain.startswith(prompt.rstrip(" "))
 
 
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_keys_and_values_in_8_bits(folder, tmp_path, capsys, kv):
+    """One prompt and a file of them go through an engine with such a cache."""
+    llm = LLM(load_hf(folder, dtype=torch.float32), tokenizer=Tokenizer.load(folder), kv_dtype=kv)
+    [output] = llm.generate(["class A"], SamplingParams(max_tokens=8))
+    options = ["--max-new-tokens", "8", "--temperature", "0", "--kv", kv]
+    assert run(["generate", "class A", *options, "--model", str(folder)]) == 0
+    assert capsys.readouterr().out == f"class A{output.answers[0].text}\n"
+    assert batch(folder, tmp_path, "class A\n", *options) == 0
+    assert f"class A{output.answers[0].text}" in capsys.readouterr().out
+
+
 def test_a_first_sample_is_drawn_from_a_fixed_seed(folder, capsys):
     """Greedy text of a small model repeats itself; what is drawn by default is the same each time."""
     texts = []
@@ -161,6 +173,7 @@ def test_options_that_do_not_go_together(folder, tmp_path, capsys):
         (["--seed", str(2**63)], "seed 9223372036854775808 must be below 2**63"),
         (["--speculate", "ngram", "--seed", str(2**63)], "must be below 2**63"),
         (["--k", "3"], "--k 3 is a number of draft tokens: add --speculate NAME, which proposes them"),
+        (["--kv", "int4"], "--kv int4 is unknown: use one of int8, fp8"),
     ],
 )
 def test_what_one_prompt_cannot_have(folder, capsys, options, message):

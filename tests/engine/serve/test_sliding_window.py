@@ -38,15 +38,14 @@ def world():
 
 
 def spoil_freed(llm):
-    """Whatever is free and not cached is not a number from then on."""
-    pool, release = llm.pool, llm.pool.release
+    """Whatever is free and not cached when a pass begins is not a number."""
+    forward = llm.runner._forward
 
-    def spoiling(blocks):
-        release(blocks)
-        gone = [block for block in blocks if not pool.references[block] and block not in pool._idle]
-        llm.cache.pool[:, :, gone] = float("nan")
+    def spoiling(*inputs):
+        llm.cache.pool[:, :, llm.pool._free] = float("nan")
+        return forward(*inputs)
 
-    pool.release = spoiling
+    llm.runner._forward = spoiling
 
 
 TIGHT = {"token_budget": 24, "max_num_seqs": 12, "reserve": 0, "chunk": 6}

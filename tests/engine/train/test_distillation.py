@@ -158,7 +158,7 @@ def test_the_command_distils_and_goes_on(home, capsys):
     assert run([*TRAIN, "--run", "student-2", "--steps", "2", "--distil-share", "0.5"]) == 2
     assert "--distil-share 0.5 is of a teacher's loss: name one with --teacher" in capsys.readouterr().err
     assert run([*TRAIN, "--teacher", "nowhere", "--run", "student-3"]) == 2
-    assert "--teacher nowhere is no model folder" in capsys.readouterr().err
+    assert "--teacher nowhere is not a model folder" in capsys.readouterr().err
     save_hf(Transformer(replace(STUDENT, vocab_size=60)), home / "other")
     assert run([*TRAIN, "--teacher", "other", "--run", "student-4"]) == 2
     said = capsys.readouterr().err
