@@ -2,7 +2,7 @@
 
     target              the committed model: 23 MB in float32, so much of a step is not reading weights
     Llama of 1024       hidden size 1024, 8 layers, random: 0.43 GB in float32, which few caches hold
-    Llama of 1792       with --sizes 1792: 319 million parameters, 1.3 GB in float32
+    Llama of 1792       319 million parameters, 1.3 GB in float32
 
 A row's name says how many times fewer bytes the weights take than the peer's: what would be won, if a step did nothing
 but read them from memory. Results are right if the logits are those of the same codes dequantized, to bfloat16's
@@ -25,7 +25,7 @@ from minillm.model import ModelConfig, Transformer, load_hf
 from minillm.model.generate import folder_of, generate
 from minillm.quantize import Format, Int, Settings, kernels, nbytes, quantize, quantized_layers
 
-TARGET, LARGE, LARGEST = 0, 1024, 4096
+TARGET, LARGEST = 0, 4096
 FORMATS: dict[str, Format] = {"int8": Int(), "int4, group 128": Int(bits=4, group=128)}
 GGUF = {"int8": "Q8_0", "int4, group 128": "Q4_0"}
 NEW = 24  # tokens of a sample
@@ -33,7 +33,7 @@ PROMPT = [1, 2, 3]
 TOLERANCE = 0.05  # of logits, relative: bfloat16 through all layers
 
 
-def run(repeats: int = 7, sizes: Sequence[int] = (TARGET, LARGE)) -> list[BenchRow]:
+def run(repeats: int = 7, sizes: Sequence[int] = (TARGET, 1024, 1792)) -> list[BenchRow]:
     """sizes: hidden sizes of random Llamas, 0 = the committed target."""
     check_repeats(repeats)
     return [row for size in sizes for row in of_model(size, repeats)]
