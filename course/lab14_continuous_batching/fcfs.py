@@ -72,8 +72,8 @@ class FirstCome:
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
         limit = min(len(tokens) + params.max_tokens, self.model.config.max_seq_len)
-        request = new_request(tokens, params, limit, self.tokenizer, self.clock(), request_id=request_id)
-        self._requests[request_id] = request
+        request = self._requests[request_id] = new_request(tokens, params, limit, self.tokenizer, self.clock())
+        request.name(request_id)
         self.waiting += request.samples
         return request_id
 

@@ -110,7 +110,6 @@ def new_request(
     tokenizer: Tokenizer | None,
     now: float,
     *,
-    request_id: str = "",
     priority: int = 0,
     salt: str | None = None,
     timeout_s: float | None = None,
@@ -118,7 +117,7 @@ def new_request(
 ) -> Request:
     """A request that has just arrived, and its samples, of at most `limit` tokens, prompt included.
 
-    The tokenizer's end of text stops it, unless params say not. request_id: "" until it is submitted.
+    The tokenizer's end of text stops it, unless params say not.
     """
     stops = set(params.stop_tokens)
     if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
@@ -130,7 +129,6 @@ def new_request(
         own = {"index": index, "draw": Draw(sample_seed(seed, index)), "push": tokenizer and tokenizer.stream()}
         request.samples.append(Sample(list(prompt), limit, **shared, **own))
     request.samples[0].num_seqs = params.n  # it stands for all of them until its prompt is computed
-    request.name(request_id)
     return request
 
 

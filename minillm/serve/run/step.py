@@ -16,6 +16,7 @@ from minillm.serve.run.step_inputs import Row, SamplingInputs, StepInputs, greed
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.sequence import Plan, Sequence
 
+NOTHING = np.zeros(0, np.int64)
 # A sample whose last token the step computes; the first of its rows of the logits, and the end of them.
 Ready = tuple[Sample, int, int]
 # A sample that gets a token; the place of the token among its own.
@@ -107,7 +108,7 @@ class InputBuilder:
                 step.ready.append((sequence, len(wanted), len(wanted) + 1 + num_drafts))
                 wanted += range(len(flat) - 1 - num_drafts, len(flat))
                 num_samples += 1
-        places, blocks = np.array(self._places, np.int64), np.array(self._blocks, np.int64)
+        places, blocks = _array(self._places), _array(self._blocks)
         self._places, self._blocks = [], []
         step.forks = num_samples > len(step.ready)
         allowed_rows, allowed_ids = _allowed(step.ready)
@@ -118,7 +119,7 @@ class InputBuilder:
             starts=np.array(step.starts, np.int64),
             counts=np.array([count for _, count in step.plan.batch], np.int64),
             rows=np.array(step.rows, np.int64),
-            moves=np.array(moves, np.int64).reshape(-1, 3),
+            moves=_array(moves).reshape(-1, 3),
             table_places=places,
             table_blocks=blocks,
             wanted=np.array(wanted, np.int64),
@@ -178,4 +179,8 @@ def _allowed(ready: list[Ready]) -> tuple[np.ndarray, np.ndarray]:
         if allowed and len(sample.tokens) == len(sample.request.prompt):
             rows += [first] * len(allowed)
             ids += allowed
-    return np.array(rows, np.int64), np.array(ids, np.int64)
+    return _array(rows), _array(ids)
+
+
+def _array(numbers: list) -> np.ndarray:
+    return np.array(numbers, np.int64) if numbers else NOTHING  # nearly always there are none
