@@ -276,8 +276,8 @@ receipts.gptq_by_formula()
 # Both methods on the committed target, with groups of 128. The columns on the right are of a model with **planted
 # outliers**: one of 16 channels that the layers read is 30 times larger and the weights that meet it 30 times
 # smaller, so the model computes the same. Large trained models grow such channels by themselves
-# ([Dettmers et al. 2022](https://arxiv.org/abs/2208.07339)); this small one has not. In the table *outputs* is the error of the layers'
-# outputs, Σ ‖(W - Ŵ) x‖² / Σ ‖W x‖²; *text* is the bits per byte of held-out text.
+# ([Dettmers et al. 2022](https://arxiv.org/abs/2208.07339)); this small one has not. In the table *outputs* is the error of
+# the layers' outputs, Σ ‖(W - Ŵ) x‖² / Σ ‖W x‖², and *text* that of the bits per byte of held-out text.
 
 # %%
 methods = experiments.methods()
