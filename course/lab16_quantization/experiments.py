@@ -5,7 +5,7 @@ The target has no outliers of its own, so `planted` gives it some without changi
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -23,9 +23,10 @@ from minillm.quantize import NF4, Float8, Format, Int, QuantizedLinear, Settings
 from minillm.quantize.calibrate import block_by_block, groups_of, windows_of
 
 WINDOWS, SEQ = 8, 256  # of held-out text
-CALIBRATION = 12, 128  # windows and tokens of the training text
+CALIBRATION = 8, 128  # windows and tokens of the training text
 LOUDER, EVERY = 30.0, 16  # planted outliers: how much larger, and one channel of so many
 INT4 = Int(bits=4, group=128)
+PLAIN = "torch's linear"
 FORMATS: dict[str, Format | None] = {
     "float32": None,
     "int8": Int(),
@@ -87,14 +88,16 @@ def plain_bits() -> float:
 
 @torch.no_grad()
 @one_thread()
-def token_seconds(model: Transformer, new: int = 8, repeats: int = 3) -> float:
-    """CPU seconds of a token when one sequence is decoded: the least of some runs."""
-    found = []
-    for _ in range(repeats + 1):  # the first is a warm-up
-        start = time.process_time()
-        count = len(list(generate(model, [5, 6, 7, 8], new)))
-        found.append((time.process_time() - start) / count)
-    return min(found[1:])
+def token_seconds(models: Sequence[Transformer], new: int = 8, repeats: int = 4) -> list[float]:
+    """CPU seconds of a token in each model when one sequence is decoded: the least of runs that take turns."""
+    found: list[list[float]] = [[] for _ in models]
+    for repeat in range(repeats + 1):  # the first is a warm-up
+        for model, own in zip(models, found, strict=True):
+            start = time.process_time()
+            count = len(list(generate(model, [5, 6, 7, 8], new if repeat else 2)))
+            if repeat:
+                own.append((time.process_time() - start) / count)
+    return [min(own) for own in found]
 
 
 # Formats.
@@ -118,22 +121,19 @@ def in_format(name: str) -> tuple[Transformer, str]:
     """The target, every layer rounded to nearest, and the kernel that multiplies."""
     model, format = target(), FORMATS[name]
     if format is None:
-        return model, "torch's linear"
+        return model, PLAIN
     [kernel] = quantize(model, Settings(format)).kernels
     return model, kernel
 
 
 def formats() -> list[Measured]:
     """The target in every format, rounded to nearest; at the end the draft, which is a smaller model instead."""
-    found = []
-    for name in FORMATS:
-        model, kernel = in_format(name)
-        found.append(_measured(name, model, kernel))
-    return [*found, _measured("draft, float32", target("draft"), "torch's linear")]
-
-
-def _measured(name: str, model: Transformer, kernel: str) -> Measured:
-    return Measured(name, nbytes(model), text_bits(model), divergence(model), token_seconds(model), kernel)
+    models = {name: in_format(name) for name in FORMATS} | {"draft, float32": (target("draft"), PLAIN)}
+    times = token_seconds([model for model, _ in models.values()])
+    return [
+        Measured(name, nbytes(model), text_bits(model), divergence(model), seconds, kernel)
+        for (name, (model, kernel)), seconds in zip(models.items(), times, strict=True)
+    ]
 
 
 def layers() -> dict[str, Tensor]:
@@ -226,15 +226,25 @@ class Rounding:
 # Leaving out.
 
 
+@cache
+@one_thread()
+def grams() -> dict[str, Tensor]:
+    """Layer -> Σ x xᵀ of its inputs in the target as it is."""
+    found = {}
+    for number, (_, groups) in enumerate(block_by_block(target(), calibration())):
+        for group in groups:
+            found |= {f"{number}.{name}": group.inputs.gram for name in group.layers}
+    return found
+
+
 @torch.no_grad()
+@one_thread()
 def with_weights(change: Callable[[Tensor, Tensor], Tensor]) -> float:
     """Relative change of the bits per byte, if every layer's weight becomes change(weight, Σ x xᵀ of its inputs)."""
     model = target()
-    with one_thread():
-        for _, groups in block_by_block(model, calibration()):
-            for group in groups:
-                for layer in group.layers.values():
-                    layer.weight.copy_(change(layer.weight, group.inputs.gram))
+    for name, layer in model.blocks.named_modules():
+        if type(layer) is nn.Linear:
+            layer.weight.copy_(change(layer.weight, grams()[name]))
     return text_bits(model) / plain_bits() - 1
 
 

@@ -134,6 +134,7 @@ def draw_formats(found: list[Measured]) -> Figure:
         axes.set(xlabel="the model's bytes (MB)", xlim=(0, 1.1 * max(each.bytes for each in found) / 1e6))
         axes.margins(y=0.12)
         axes.grid(False, which="minor")
+    log_ticks(left.yaxis)
     log_ticks(right.yaxis)
     headline(figure, "Rounding costs little error, and gains speed only where a kernel reads the codes")
     figure.legend(loc="outside lower center", ncols=4)

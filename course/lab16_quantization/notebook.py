@@ -62,9 +62,9 @@ guess_sequences = 4  # sequences of 32,768 tokens beside a 4-bit 70B model on on
 # A weight becomes a small whole number, its **code**, and a **scale** turns codes back into weights. Weights that share
 # a scale are a **group**: all inputs of one output, or so many of them in a row.
 #
-#     weights of one output    w0 w1 w2 ... | ... ... ... | ... ... w(in - 1)      cut along the inputs
+#     weights of one output    w0 w1 w2 ... | ... ... ... | ... ... w(in - 1)
 #     one scale per group         scale 0   |   scale 1   |   scale 2
-#     code                     round(w / scale)                                    back: code · scale
+#     code                     round(w / scale)       and back: code · scale
 #
 # A smaller group follows its weights more closely and costs more scales. Move the three sliders: the dots are 128
 # weights, the lines the values that a code can stand for. One weight is an outlier.
@@ -276,8 +276,8 @@ receipts.gptq_by_formula()
 # Both methods on the committed target, with groups of 128. The columns on the right are of a model with **planted
 # outliers**: one of 16 channels that the layers read is 30 times larger and the weights that meet it 30 times
 # smaller, so the model computes the same. Large trained models grow such channels by themselves
-# ([Dettmers et al. 2022](https://arxiv.org/abs/2208.07339)); this small one has not. The error is that of the layers'
-# outputs, Σ ‖(W - Ŵ) x‖² / Σ ‖W x‖²; text is held out.
+# ([Dettmers et al. 2022](https://arxiv.org/abs/2208.07339)); this small one has not. In the table *outputs* is the error of
+# the layers' outputs, Σ ‖(W - Ŵ) x‖² / Σ ‖W x‖², and *text* that of the bits per byte of held-out text.
 
 # %%
 methods = experiments.methods()
@@ -569,9 +569,9 @@ receipts.peer()
 # This lab has no ranks, so there is nothing to start with `torchrun`. Quantize a checkpoint of your own, and compare:
 #
 # ```bash
-# python -m minillm quantize --model $DIR --method awq --bits 4 --group 128 --out $NEW --report
-# python -m minillm generate "def parse(" --model $NEW                 # here
-# vllm serve $NEW                                                      # reads the same folder
+# python -m minillm quantize --model $DIR --method awq --bits 4 --group 128 --out $NEW
+# python -m minillm generate "def parse(" --model $NEW     # here
+# vllm serve $NEW                                          # reads the same folder
 # ```
 #
 # ## Interview corner

@@ -135,9 +135,9 @@ def gptq_by_formula(size: int = 48, outputs: int = 1500, step: float = 0.05) -> 
 def methods(found: dict[str, dict[str, Method]]) -> Table:
     """Rounding to nearest, AWQ and GPTQ on the target, with and without planted outliers."""
     names = {"rtn": "to nearest", "awq": "AWQ", "gptq": "GPTQ"}
-    columns = [f"{what}, {model}" for model in found for what in ("output error", "bits per byte")]
+    columns = [f"{what}, {model}" for model in found for what in ("outputs", "text")]
     return table(
-        "int4 in groups of 128: mean output error of the layers, and change of the bits per byte",
+        "int4 in groups of 128: error of the layers' outputs, and change of the text's bits per byte",
         ("method", *columns),
         [
             (names[name], *(cell for each in found.values()
