@@ -307,8 +307,8 @@ def quantize_kv(keys):
     """keys: [tokens, heads, head_dim], float32 -> (codes, int8, of the same shape; scales, float32
     [tokens, heads]).
 
-    255 steps span -m .. m, m the largest |key| of that token and head; codes are -128 .. 127. A row of
-    zeros has the scale 1. A token's codes depend on no other token: it is written once."""
+    255 steps span -m .. m, m the largest |key| of that token and head; codes are -128 .. 127. A row
+    of zeros has the scale 1. A token's codes depend on no other token: it is written once."""
     # BEGIN SOLUTION
     scale = 2 * keys.abs().amax(-1) / 255
     scale = torch.where(scale == 0, 1, scale)
@@ -381,7 +381,7 @@ spectrum = experiments.spectrum()
 
 
 def tail_of_singular_values():
-    """Error of the best matrix of each rank and of int4, for one of the target's layers, by bits."""
+    """Error of the best matrix of each rank and of int4, for a layer of the target, by bits."""
     return figures.draw_spectrum(spectrum)
 
 
@@ -464,7 +464,7 @@ speed.when_it_ends(guess_full_batch)
 def verdict(weight, rounded, group):
     """weight, rounded: [out, in]; out and in are multiples of group, group >= 32.
 
-    -> "right", "one scale for the tensor", "groups along the outputs" or "zero point off by one"."""
+    -> "right", "one scale for the tensor", "groups along the outputs", "zero point off by one"."""
     # BEGIN SOLUTION
     if len(rounded.unique()) <= 16:
         return "one scale for the tensor"

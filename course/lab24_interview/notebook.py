@@ -158,7 +158,7 @@ def rms_norm(x, weight, dy, eps):
     inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     normed = wide * inverse
     scaled = upper * weight.float()
-    along = (scaled * normed).mean(-1, keepdim=True)  # what the norm itself answers to a change of x
+    along = (scaled * normed).mean(-1, keepdim=True)  # of the norm's own dependence on x
     dx = inverse * (scaled - normed * along)
     dweight = (upper * normed).flatten(0, -2).sum(0)
     return (normed * weight.float()).to(x.dtype), dx.to(x.dtype), dweight.to(weight.dtype)
@@ -187,7 +187,10 @@ def rotate(x, positions, base, interleaved):
     angles = positions.float()[:, None, None] * frequencies  # [tokens, 1, half]
     cos, sin = angles.cos(), angles.sin()
     wide = x.float()
-    a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else (wide[..., :half], wide[..., half:])
+    if interleaved:
+        a, b = wide[..., 0::2], wide[..., 1::2]
+    else:
+        a, b = wide[..., :half], wide[..., half:]
     turned = a * cos - b * sin, a * sin + b * cos
     together = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
     return together.to(x.dtype)
@@ -240,7 +243,7 @@ adamw_step = check("adamw", adamw_step)
 
 # %%
 def orthogonalize(g, steps):
-    """g: [rows, columns], not zero -> the matrix after `steps` iterations, of g's shape and dtype."""
+    """g: [rows, columns], not zero -> the matrix after `steps` iterations, in g's shape and dtype."""
     # BEGIN SOLUTION
     tall = g.shape[0] > g.shape[1]
     x = g.T if tall else g

@@ -19,7 +19,7 @@ from minillm.serve.schedule.blocks import cache_namespace
 from minillm.serve.schedule.sequence import Sequence
 
 if TYPE_CHECKING:
-    from minillm.serve.speculate.speculation import DraftState
+    from minillm.serve.speculate.proposal import DraftState
 
 
 @dataclass(eq=False)

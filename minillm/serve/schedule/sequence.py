@@ -69,7 +69,7 @@ class Sequence:
 
     def restart(self) -> None:
         """As it was before it was queued; whatever it held is free again."""
-        self.state, self.num_computed, self.hit_tokens = State.NEW, 0, 0
+        self.state, self.num_computed, self.hit_tokens, self.first_block = State.NEW, 0, 0, 0
         self.blocks, self.host_blocks = [], []
 
     def skip(self, tokens: int) -> None:

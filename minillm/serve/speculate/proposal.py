@@ -40,6 +40,23 @@ class Draft:
     probabilities: Tensor | None = None
 
 
+@dataclass(eq=False)
+class DraftState:
+    """Of one sample, in `Sample.drafting`. draft: its draft tokens that are not verified yet; place: how many tokens of
+    this draft were verified before. checked, accepted: how many of this draft so far, if several passes check it.
+    tried, kept, drafts: what `AdaptiveK` counts. observed: positions whose hidden states the proposer has.
+    """
+
+    tried: float
+    kept: float
+    draft: Draft | None = None
+    place: int = 0
+    drafts: int = 0
+    checked: int = 0
+    accepted: int = 0
+    observed: int = 0
+
+
 class Proposer(Protocol):
     """wants_hidden: whether `observe` is called.
 

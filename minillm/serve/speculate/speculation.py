@@ -10,7 +10,6 @@ sequence the draft, never the answer.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,25 +22,8 @@ from minillm.serve.sample.batch import NOT_FINITE
 from minillm.serve.sample.reference import described, filtered
 from minillm.serve.schedule.sequence import Plan
 from minillm.serve.speculate.adaptive import AdaptiveK, Counts
-from minillm.serve.speculate.proposal import Draft, DraftRequest, Proposer
+from minillm.serve.speculate.proposal import Draft, DraftRequest, DraftState, Proposer
 from minillm.serve.speculate.verify import distribution, verify, verify_greedy
-
-
-@dataclass(eq=False)
-class DraftState:
-    """Of one sample, in `Sample.drafting`. draft: its draft tokens that are not verified yet; place: how many tokens of
-    this draft were verified before. checked, accepted: how many of this draft so far, if several passes check it.
-    tried, kept, drafts: what `AdaptiveK` counts. observed: positions whose hidden states the proposer has.
-    """
-
-    tried: float
-    kept: float
-    draft: Draft | None = None
-    place: int = 0
-    drafts: int = 0
-    checked: int = 0
-    accepted: int = 0
-    observed: int = 0
 
 
 class Speculation:
