@@ -243,7 +243,7 @@ adamw_step = check("adamw", adamw_step)
 
 # %%
 def orthogonalize(g, steps):
-    """g: [rows, columns], not zero -> the matrix after `steps` iterations, in g's shape and dtype."""
+    """g: [rows, columns], not zero -> the matrix after `steps` iterations, of g's dtype."""
     # BEGIN SOLUTION
     tall = g.shape[0] > g.shape[1]
     x = g.T if tall else g
