@@ -7,7 +7,9 @@ from course.shared.statement import at, claim, computed
 from minillm.comm import launch
 from minillm.measure import ledger
 from minillm.parallel import ColumnParallelLinear, RowParallelLinear
-from minillm.predict.planner.clusters import DEVICES
+from minillm.predict.planner.architectures import architecture
+from minillm.predict.planner.clusters import cluster
+from minillm.predict.planner.serving import decode_seconds
 from minillm.predict.training import tensor
 
 MEGATRON = "Shoeybi et al. 2019: https://arxiv.org/abs/1909.08053"
@@ -121,17 +123,20 @@ def bytes_of_sequence_parallelism() -> list[Row]:
     "Pope et al. 2022: https://arxiv.org/abs/2211.05102",
 )
 def latency_of_tensor_parallelism() -> list[Row]:
-    def step(parameters: float, layers: int, ranks: int, all_reduce_s: float) -> float:
-        """Seconds of a decode step of one sequence: the rank's weights, and two all-reduces per layer."""
-        waits = 2 * layers * all_reduce_s if ranks > 1 else 0.0
-        return 2 * parameters / ranks / DEVICES["h100"].bandwidth + waits
+    def step(model: str, ranks: int, all_reduce_s: float) -> float:
+        """Seconds of a decode step of one sequence on H100s, of which a small all-reduce takes so long."""
+        return decode_seconds(architecture(model), cluster("h100", 8, latency=(all_reduce_s, all_reduce_s)), ranks)
 
-    alone = {"8B": step(8e9, 32, 1, 0), "70B": step(70e9, 80, 1, 0)}
+    alone = {model: step(model, 1, 0.0) for model in ("llama-3-8b", "llama-3-70b")}
+    shorter = {
+        (model, micros): step(model, 8, micros * 1e-6) < alone[model]
+        for model, micros in (("llama-3-70b", 20), ("llama-3-8b", 20), ("llama-3-8b", 100))
+    }
     return [
-        computed("70B, all-reduces of 20 µs: TP 8 makes a step shorter", True, step(70e9, 80, 8, 2e-5) < alone["70B"]),
-        computed("8B, 20 µs: shorter", True, step(8e9, 32, 8, 2e-5) < alone["8B"]),
-        computed("8B, 100 µs: shorter", False, step(8e9, 32, 8, 1e-4) < alone["8B"]),
-        formula("milliseconds of a step of 8B alone", alone["8B"] * 1e3),
+        computed("70B, all-reduces of 20 µs: TP 8 makes a step shorter", True, shorter["llama-3-70b", 20]),
+        computed("8B, 20 µs: shorter", True, shorter["llama-3-8b", 20]),
+        computed("8B, 100 µs: shorter", False, shorter["llama-3-8b", 100]),
+        formula("milliseconds of a step of 8B alone", alone["llama-3-8b"] * 1e3),
     ]
 
 
