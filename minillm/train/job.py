@@ -40,6 +40,7 @@ SETTINGS_FILE = "run.json"
 DEFAULTS: dict[str, Any] = {"model_size": "target", "experts": None, "top_k": None, "data": None, "teacher": None}
 MODEL_SETTINGS = ("model_size", "experts", "top_k")
 DEFAULTS |= {field.name: field.default for field in fields(TrainConfig) if field.default is not MISSING}
+LATER = ("teacher", "distil_share", "distil_temperature")  # settings that runs of before they were there do without
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         raise _damaged(path, f"it cannot be read, {error}") from error
     if not isinstance(saved, dict):
         raise _damaged(path, f"it holds {saved!r:.40}, not settings by name")
+    saved = {name: DEFAULTS[name] for name in LATER} | saved
     for name in [*DEFAULTS, "dp", "job"]:
         if name not in saved:
             raise _damaged(path, f"it lacks {name!r}")

@@ -19,7 +19,7 @@ from minillm.files import write_whole
 from minillm.model import ModelConfig
 from minillm.train import TrainConfig, Trainer, fit
 from minillm.train.checkpoint.manifest import committed, step_of
-from minillm.train.job import DEFAULTS, run_of_job, saved_settings
+from minillm.train.job import DEFAULTS, LATER, run_of_job, saved_settings
 from minillm.train.run_folder import claim_unused, locked
 
 TINY = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--batch-size", "4", "--steps", "30"]
@@ -118,6 +118,12 @@ def test_damaged_settings_and_metrics_are_one_sentence(a_run, capsys):
     metrics.unlink()
     metrics.mkdir()
     assert "Is a directory" in refused() and "Is a directory" in refused(["plot", "a"])
+
+
+def test_a_run_of_before_there_were_teachers_goes_on(a_run):
+    path = a_run / "run.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k not in LATER}))
+    assert run(["train", "--resume", "--run", "a"]) == 0
 
 
 def test_a_checkpoint_without_a_key_is_one_sentence(tmp_path):
