@@ -45,7 +45,7 @@ def collect(folder: Path, names: Iterable[str]) -> dict[str, Any]:
         if passed:
             labs[name] = {"passed": passed, "cells": cells}
     if not labs:
-        raise ValueError(f"nothing to hand in: no exercise of the notebooks in {folder} is passed yet")
+        raise ValueError(f"there is nothing to export: no exercise of the notebooks in {folder} is passed yet")
     content = {"minillm": version("minillm"), "labs": labs}
     return {"content": content, "sha256": _digest(content)}
 

@@ -112,7 +112,7 @@ mistake(
     "rotary",
     "layouts exchanged",
     {
-        "if interleaved else (wide": "if not interleaved else (wide",
+        "if interleaved else halves": "if not interleaved else halves",
         "flatten(-2) if interleaved else torch": "flatten(-2) if not interleaved else torch",
     },
     says="The two layouts are exchanged: interleaved pairs are neighbours, 2i and 2i + 1.",
@@ -121,7 +121,7 @@ mistake(
     "rotary",
     "the second layout for both",
     {
-        "if interleaved else (wide": "if False else (wide",
+        "if interleaved else halves": "if False else halves",
         "flatten(-2) if interleaved else torch": "x if False else torch",
     },
     says="interleaved changes nothing: with True, pair i is channels 2i and 2i + 1.",

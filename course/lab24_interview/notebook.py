@@ -187,10 +187,8 @@ def rotate(x, positions, base, interleaved):
     angles = positions.float()[:, None, None] * frequencies  # [tokens, 1, half]
     cos, sin = angles.cos(), angles.sin()
     wide = x.float()
-    if interleaved:
-        a, b = wide[..., 0::2], wide[..., 1::2]
-    else:
-        a, b = wide[..., :half], wide[..., half:]
+    halves = wide[..., :half], wide[..., half:]
+    a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else halves
     turned = a * cos - b * sin, a * sin + b * cos
     together = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
     return together.to(x.dtype)

@@ -32,10 +32,10 @@ def test_a_file_holds_the_cells_and_what_passed(tmp_path):
 
 def test_nothing_passed_is_nothing_to_hand_in(tmp_path, capsys):
     learners(tmp_path, [], [])
-    with pytest.raises(ValueError, match="nothing to hand in"):
+    with pytest.raises(ValueError, match="nothing to export"):
         hand_in.collect(tmp_path, [LAB])
     assert run(["progress", "--export", str(tmp_path / "mine.json")]) == 2
-    assert "nothing to hand in" in capsys.readouterr().err and not (tmp_path / "mine.json").exists()
+    assert "nothing to export" in capsys.readouterr().err and not (tmp_path / "mine.json").exists()
 
 
 @pytest.mark.parametrize(

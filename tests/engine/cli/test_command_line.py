@@ -128,9 +128,12 @@ def test_another_missing_module_is_a_bug_and_passes_through(command, monkeypatch
 
 
 OPTIONAL = {  # used where they are installed
+    "compressed_tensors",
     "docutils",
     "flashinfer",
+    "gguf",
     "latex2mathml",
+    "llama_cpp",
     "sphinx",
     "torchao",
     "triton",
