@@ -58,7 +58,8 @@ def distillation_sums(
     nll = log_sum_exp(logits, words) - words.add(torch.where(is_here, found, 0.0))
 
     log_p = torch.log_softmax(goals.logits.to(exact) / temperature, dim=-1)
-    p, entropy = log_p.exp(), -(log_p.exp() * log_p).sum(-1)
+    p = log_p.exp()
+    entropy = torch.special.entr(p).sum(-1)  # 0 for p = 0
     p = F.pad(p, (0, max(0, end - vocab)))[..., words.begin : end]
     divergence = soft_cross_entropy(p, logits / temperature, words) - entropy
 
@@ -69,8 +70,8 @@ def distillation_sums(
 
 def soft_cross_entropy(p: Tensor, logits: Tensor, words: Words = ALL) -> Tensor:
     """[...]: -Σ p · log softmax(logits), of [..., vocab] each, or of the words of this rank."""
-    finite = logits.masked_fill(logits == float("-inf"), 0)  # padding, where p is 0
-    return log_sum_exp(logits, words) - words.add((p * finite).sum(-1))
+    wanted = torch.where(p > 0, logits, 0.0)  # the logits of padding are -inf
+    return log_sum_exp(logits, words) - words.add((p * wanted).sum(-1))
 
 
 def log_sum_exp(logits: Tensor, words: Words = ALL) -> Tensor:

@@ -27,7 +27,7 @@ def join_layers(model: Transformer) -> None:
 
 class JoinedLinears:
     """Takes the place of `apply_linears`. What it has joined is made anew when a layer has changed: it was moved, has
-    loaded other codes, or multiplies by another kernel."""
+    loaded other codes, or multiplies by another kernel. Layers that somebody watches by hooks are called one by one."""
 
     def __init__(self):
         self._made_of: tuple[Callable, ...] = ()
@@ -37,30 +37,35 @@ class JoinedLinears:
     def __call__(self, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         if tuple(getattr(layer, "multiply", None) for layer in layers) != self._made_of:
             self._join(layers)
-        if self._multiply is None or (x.requires_grad and torch.is_grad_enabled()):
+        watched = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        if self._multiply is None or watched or (x.requires_grad and torch.is_grad_enabled()):
             return apply_linears(x, *layers)
-        return self._multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1).split(self._sizes, dim=-1)
+        y = self._multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], sum(self._sizes))
+        parts = y.split(self._sizes, dim=-1)
+        if layers[0].bias is None:
+            return parts
+        return tuple(part + layer.bias.to(part.dtype) for part, layer in zip(parts, layers, strict=True))
 
     @torch.inference_mode(False)
     def _join(self, layers: tuple[nn.Module, ...]) -> None:
-        self._multiply, self._sizes = None, [layer.out_features for layer in layers]
+        self._multiply = None
         if can_be_joined(layers):
+            self._sizes = [layer.out_features for layer in layers]
             codes = torch.cat([layer.codes for layer in layers])
             for layer, (start, end) in zip(layers, pairwise(accumulate(self._sizes, initial=0)), strict=True):
                 layer.set_codes(codes[start:end])
-            bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
             if layers[0].kernel == kernels.INT8:
                 scale = torch.cat([layer.scale[:, 0] for layer in layers]).bfloat16()
-                self._multiply = partial(kernels.multiply_int8, codes=codes, scale=scale, bias=bias)
+                self._multiply = partial(kernels.multiply_int8, codes=codes, scale=scale)
             else:
-                given = {"packed": codes, "group": layers[0].format.group, "bias": bias}
+                given = {"packed": codes, "group": layers[0].format.group}
                 given["scales_and_zeros"] = torch.cat([layer.scales_and_zeros for layer in layers], dim=1)
                 self._multiply = partial(kernels.multiply_int4, **given)
         self._made_of = tuple(getattr(layer, "multiply", None) for layer in layers)
 
 
 def can_be_joined(layers: tuple[nn.Module, ...]) -> bool:
-    """Whether all multiply by the same of torch's packed kernels, which take any number of outputs."""
+    """Whether all multiply by the same of torch's packed kernels, and each has whole blocks of its layout."""
     if not all(type(layer) is QuantizedLinear for layer in layers):
         return False
     alike = {(layer.kernel, layer.format, layer.bias is None, layer.codes.device) for layer in layers}

@@ -59,7 +59,7 @@ def choose(format: Format, outputs: int, groups: int, device: torch.device, quan
 def multiply_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """x: [rows, in]; codes: int8 [out, in]; scale: bfloat16 [out] -> [rows, out]."""
     y = torch._weight_int8pack_mm(x.bfloat16().contiguous(), codes, scale).to(x.dtype)
-    return y if bias is None else y + bias
+    return _plus(y, bias)
 
 
 def multiply_int4(
@@ -67,7 +67,7 @@ def multiply_int4(
 ) -> Tensor:
     """x: [rows, in]; packed, scales_and_zeros: of `int4_layout` -> [rows, out]."""
     y = torch._weight_int4pack_mm_for_cpu(x.bfloat16().contiguous(), packed, group, scales_and_zeros).to(x.dtype)
-    return y if bias is None else y + bias
+    return _plus(y, bias)
 
 
 def multiply_w4a16(
@@ -75,14 +75,18 @@ def multiply_w4a16(
 ) -> Tensor:
     """x: [rows, in]; the others as `triton.multiply_w4a16` takes them -> [rows, out]."""
     y = triton.multiply_w4a16(x, codes, scale, zero, levels)
-    return y if bias is None else y + bias
+    return _plus(y, bias)
 
 
 def multiply_w8a8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Inputs rounded to int8, a scale for each token. x: [rows, in]; codes: int8 [out, in]; scale: float32 [out]."""
     rounded, of_rows = round_inputs(x)
     y = (torch._int_mm(rounded, codes.T).float() * of_rows * scale).to(x.dtype)
-    return y if bias is None else y + bias
+    return _plus(y, bias)
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def multiply_dequantized(

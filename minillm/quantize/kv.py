@@ -9,7 +9,7 @@ from torch import Tensor
 from minillm.model.attention.causal import sdpa
 from minillm.quantize.formats import Float8, Format, Int
 
-# A scale in float32 costs 4 of head_dim + 4 bytes, and no code is clamped: int8 is off by half a step at most.
+# A scale in float32 costs 4 of head_dim + 4 bytes; with it int8 is off by half a step at most, to float32's rounding.
 KV_FORMATS: dict[str, Format] = {"int8": Int(scale_dtype=torch.float32), "fp8": Float8(scale_dtype=torch.float32)}
 
 

@@ -29,11 +29,12 @@ class QuantizedLinear(nn.Module):
         self.format, self.quantizes_inputs = format, quantizes_inputs
         self.out_features, self.in_features = len(codes), format.unpack(codes[:1]).shape[1]
         doubled = DoubleScales.of(grid.scale) if isinstance(format, NF4) and format.double else None
-        self.register_buffer("codes", codes)
-        self.register_buffer("scale", grid.scale.to(format.scale_dtype) if doubled is None else doubled.codes)
+        self.register_buffer("codes", codes.contiguous())  # as kernels expect all of these
+        scale = grid.scale.to(format.scale_dtype) if doubled is None else doubled.codes
+        self.register_buffer("scale", scale.contiguous())
         self.register_buffer("scale_largest", None if doubled is None else doubled.largest)
         self.register_buffer("scale_mean", None if doubled is None else doubled.mean)
-        self.register_buffer("zero", None if grid.zero is None else grid.zero.to(torch.int8))
+        self.register_buffer("zero", None if grid.zero is None else grid.zero.to(torch.int8).contiguous())
         self.register_buffer("scales_and_zeros", None)  # for the int4 kernel: 4 bytes a group beside scale and zero
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.kernel, self.multiply = kernels.DEQUANTIZE, self._dequantize_and_multiply
@@ -116,7 +117,10 @@ class QuantizedLinear(nn.Module):
         return self._dequantize_and_multiply
 
     def _multiply_w4a16(self, rows: Tensor, levels: Tensor | None) -> Tensor:
-        """Double scales are decoded for each product: kept, they would take the bytes that they were to save."""
+        """Double scales are decoded for each product: kept, they would take the bytes that they were to save. Inputs in
+        float64 are for proofs, which need no speed."""
+        if rows.dtype == torch.float64:
+            return self._dequantize_and_multiply(rows)
         scale = self.scale if self.scale_largest is None else self.grid.scale
         return kernels.multiply_w4a16(rows, self.codes, scale, self.zero, levels, self.bias)
 

@@ -37,7 +37,7 @@ def multiply_w4a16(
     A code c of 0 .. 15 stands for (c - 8 - zero) · scale, or with levels, float32 [16], for levels[c] · scale.
     ValueError off the GPU without Triton's interpreter, and for x of another type than float32, bfloat16 and float16.
     """
-    check_kernel("w4a16", "kernel='dequantize'", inputs=x)
+    check_kernel("w4a16", "layer.use('dequantize')", inputs=x)
     (rows, size), (outputs, groups) = x.shape, scale.shape
     step = MOST_STEP if groups == 1 else gcd(MOST_STEP, size // groups)
     tile = 16 if rows <= 16 else 64

@@ -87,8 +87,10 @@ class TrainingJob:
     def check_teacher(self) -> None:
         """ValueError if the folder holds no model, or one that cannot teach this run's."""
         if (name := self.settings["teacher"]) is None:
-            if share := self.settings["distil_share"]:
-                raise ValueError(f"--distil-share {share} is of a teacher's loss: name one with --teacher")
+            for setting in ("distil_share", "distil_temperature"):
+                if (value := self.settings[setting]) != DEFAULTS[setting]:
+                    option = setting.replace("_", "-")
+                    raise ValueError(f"--{option} {value} is of a teacher's loss: name one with --teacher")
             return
         folder = folder_of(name, "--teacher")
         Teacher.check(read_config(folder), self.config)
@@ -114,7 +116,8 @@ class TrainingJob:
         """The command that makes the exported folder again."""
         words = ["python", "-m", "minillm", "train"]
         for name, value in self.settings.items():
-            if name in ("model_size", "steps") or value != DEFAULTS[name]:
+            is_said = name in ("model_size", "steps") or (name == "distil_share" and self.settings["teacher"])
+            if is_said or value != DEFAULTS[name]:
                 words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
         return shlex.join([*words, "--export", str(self.export_to)])
 

@@ -14,7 +14,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "a forward pass": ("model", "config transformer initialise rope loss", 900),
     "attention in tiles": ("model/attention", "causal tiled tiled_triton", 700),
     "paged attention": ("model/paged", "cache tables backend gather loop", 500),
-    "paged attention on a GPU": ("model/paged", "cache tables backend split triton", 650),
+    "paged attention on a GPU": ("model/paged", "cache tables backend split triton", 655),
     "quantized cache": ("model/paged", "quantized cache gather triton ../../quantize/kv", 720),
     "loading a folder": ("model/hf", "load families rope experts weights", 800),
     "a mixture of experts": ("model/moe", "layer router permute experts balance", 700),

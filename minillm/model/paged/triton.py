@@ -236,8 +236,12 @@ def attend(
         weights, shrink = tl.exp(scores - pivot[:, None]), tl.exp(largest - pivot)
         total = total * shrink + tl.sum(weights, 1)
         if CODES > 0:
-            weights = weights * tl.load(v_scales + slot // HEAD_DIM, mask=there, other=0.0)[None, :]
+            v_scale = tl.load(v_scales + slot // HEAD_DIM, mask=there, other=0.0)
+            most = tl.max(v_scale, 0)  # taken out: float16 knows no weights as small as a scale may be
+            weights = weights * (v_scale / tl.where(most == 0.0, 1.0, most))[None, :]
         product = tl.dot(weights.to(FACTORS), values, input_precision="ieee")
+        if CODES > 0:
+            product = product * most
         weighted = weighted * shrink[:, None] + product
         largest = higher
 

@@ -142,6 +142,19 @@ def test_codes_of_8_bits(seed, lengths, kv_heads, group, block_size, head_dim, w
     torch.testing.assert_close(half.double(), exact, rtol=5e-3, atol=5e-3)
 
 
+@pytest.mark.parametrize("format", KV_FORMATS)
+def test_small_values_are_not_lost_in_float16(format):
+    """Their scales are: of values around 1e-4 they are below what float16 can hold."""
+    parts, (keys, values), tables = scattered(3, [(1, 40), (2, 33)], 4, 2, 4, 32)
+    q = torch.cat([part[0] for part in parts])
+    coded = [pool_of(pool, KV_FORMATS[format]) for pool in (keys, values * 1e-4)]
+    where = (tables, (1, 2), (40, 33))
+    rounded = [pool.format.decode_rows(pool.codes, pool.scale.double()) for pool in coded]
+    exact = paged_attention(q, *rounded, *where, window=None, backend=block_by_block)
+    half = paged_attention(q.half(), *coded, *where, window=None, backend=triton_split_kv)
+    assert (half.double() - exact).norm() <= 3e-3 * exact.norm()
+
+
 def test_every_code_of_e4m3_is_read_exactly():
     """255 keys of one number each, all but nan: the values come back through a softmax that sees one key."""
     codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8).view(-1, 1, 1, 1)

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from minillm.quantize import kernels
+from minillm.model import ModelConfig, Transformer, load_hf
+from minillm.quantize import Settings, kernels, quantize, quantized_layers
+from minillm.quantize.folder import save_quantized
 from minillm.quantize.formats import NF4, Int
 from minillm.quantize.linear import QuantizedLinear
 from minillm.quantize.triton import multiply_w4a16
@@ -61,6 +63,27 @@ def test_drawn_shapes(seed, rows, outputs, groups, odd, format, dtype, layout, b
 @pytest.mark.parametrize("format", [Int(bits=4, group=128), Int(bits=4, symmetric=False), NF4()], ids=str)
 def test_several_tiles(rows, format):
     compare(1, rows, 130, 384, format, torch.float32)
+
+
+@pytest.mark.parametrize("format", [Int(bits=4, group=32, symmetric=False), Int(bits=4, group=32)], ids=str)
+def test_a_layer_of_a_folder(format, tmp_path):
+    """What was read from a file has other strides than what was just rounded."""
+    model = Transformer(ModelConfig(64, 64, 96, 1, 4, max_seq_len=16), seed=0)
+    quantize(model, Settings(format))
+    save_quantized(model, tmp_path / "folder")
+    for layer in quantized_layers(loaded := load_hf(tmp_path / "folder")).values():
+        x = torch.randn(3, layer.in_features)
+        exact = x.double() @ layer.weight.double().T
+        layer.use(kernels.W4A16)
+        torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-5)
+    assert len(quantized_layers(loaded)) == 7
+
+
+def test_float64_is_multiplied_dequantized():
+    layer = QuantizedLinear.of(nn.Linear(64, 8), Int(bits=4, group=32))
+    layer.use(kernels.W4A16)
+    x = torch.randn(2, 64, dtype=torch.float64)
+    assert torch.equal(layer(x), x @ layer.weight.double().T + layer.bias)
 
 
 def test_rows_do_not_depend_on_what_lies_beside_them():

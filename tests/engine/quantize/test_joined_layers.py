@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from minillm.model import ModelConfig, Transformer
 from minillm.model.transformer import apply_linears
@@ -37,6 +38,17 @@ def qkv(model):
     return attention.q_proj, attention.k_proj, attention.v_proj
 
 
+class Adapter(nn.Module):
+    """What stands beside a frozen layer has no codes, and no sizes."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.up = base, nn.Linear(base.in_features, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.up(x)
+
+
 @packed
 @torch.no_grad()
 @pytest.mark.parametrize("format", [INT8, Int(bits=4, group=32), Int(bits=4, group=64, symmetric=False)], ids=str)
@@ -67,8 +79,10 @@ def test_codes_are_kept_once():
         lambda model: model.blocks[0].attention.v_proj.load_state_dict(qkv(quantized(seed=1))[2].state_dict()),
         lambda model: model.bfloat16(),
         lambda model: setattr(model.blocks[1].mlp, "up_proj", quantized(seed=1).blocks[0].mlp.up_proj),
+        lambda model: setattr(model.blocks[0].attention, "q_proj", Adapter(model.blocks[0].attention.q_proj)),
+        lambda model: model.blocks[0].attention.q_proj.bias.add_(1),
     ],
-    ids=["copy", "one kernel", "all kernels", "state", "state of one", "cast", "layer"],
+    ids=["copy", "one kernel", "all kernels", "state", "state of one", "cast", "layer", "adapter", "bias"],
 )
 def test_a_change_of_the_layers_is_noticed(change):
     first = quantized()
@@ -104,3 +118,24 @@ def test_a_model_made_for_inference_loads_other_weights_later():
     other = quantized(seed=1)
     model.load_state_dict(other.state_dict())
     assert torch.equal(model(TOKENS), other(TOKENS))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(0, 4), (1, 0)])
+def test_no_tokens(shape):
+    assert quantized()(torch.zeros(shape, dtype=torch.long)).shape == (*shape, CONFIG.vocab_size)
+
+
+def test_hooks_of_a_layer_are_called_and_biases_have_gradients():
+    model, called = quantized(), []
+    model.requires_grad_(False)
+    for layer in qkv(model):
+        layer.register_forward_hook(lambda *_: called.append(1))
+        layer.bias.requires_grad_(True)
+    with torch.no_grad():
+        model(TOKENS)
+    assert len(called) == 3
+    for layer in qkv(model):
+        layer._forward_hooks.clear()
+    model(TOKENS).sum().backward()
+    assert len(called) == 3 and all(layer.bias.grad is not None for layer in qkv(model))

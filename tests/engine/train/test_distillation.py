@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from minillm.data import Tokenizer, Tokens
 from minillm.model import ModelConfig, Transformer, save_hf
 from minillm.model.distillation import Goals, distillation_sums
 from minillm.train import TrainConfig, Trainer
+from minillm.train.job import DEFAULTS, TrainingJob
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.hybrid import make_strategy
 
@@ -157,9 +159,28 @@ def test_the_command_distils_and_goes_on(home, capsys):
     assert run([*with_teacher, "--steps", "2"]) == 0
     assert run([*TRAIN, "--run", "student-2", "--steps", "2", "--distil-share", "0.5"]) == 2
     assert "--distil-share 0.5 is of a teacher's loss: name one with --teacher" in capsys.readouterr().err
+    assert run([*TRAIN, "--run", "student-2", "--steps", "2", "--distil-temperature", "4"]) == 2
+    assert "--distil-temperature 4.0 is of a teacher's loss" in capsys.readouterr().err
     assert run([*TRAIN, "--teacher", "nowhere", "--run", "student-3"]) == 2
     assert "--teacher nowhere is not a model folder" in capsys.readouterr().err
     save_hf(Transformer(replace(STUDENT, vocab_size=60)), home / "other")
     assert run([*TRAIN, "--teacher", "other", "--run", "student-4"]) == 2
     said = capsys.readouterr().err
     assert "the teacher's vocabulary is 60" in said and said.count("\n") == 1 and not (home / "runs/student-4").exists()
+
+
+def test_the_command_of_an_export_says_the_share():
+    """Without it the command line would take its own."""
+    job = TrainingJob(Path("runs"), DEFAULTS | {"teacher": "target"}, ParallelConfig(), export_to=Path("x"))
+    assert "--distil-share 0.0" in job.command()
+
+
+def test_words_that_one_of_the_two_excludes():
+    """-inf of the teacher: nothing to learn there. -inf of the student where the teacher hopes: an infinite loss."""
+    teacher, student = torch.tensor([[[0.0, 1.0, -torch.inf]]]), torch.tensor([[[0.5, 0.2, 0.1]]])
+    target = torch.tensor([[0]])
+    loss, _ = distillation_sums(student, target, None, Goals(teacher, 1.0, 1.0))
+    p, log_q = teacher.softmax(-1), student.log_softmax(-1)
+    assert loss == pytest.approx(float((p[..., :2] * (p[..., :2].log() - log_q[..., :2])).sum()), abs=1e-6)
+    student[..., 1] = -torch.inf
+    assert distillation_sums(student, target, None, Goals(teacher, 1.0, 1.0))[0] == torch.inf
