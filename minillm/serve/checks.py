@@ -1,10 +1,12 @@
-"""What `LLM` refuses before it builds anything."""
+"""What `LLM` and its scheduler refuse before they build anything."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
 from inspect import Parameter, signature
 
 from minillm.model.config import check_generates
+from minillm.serve.numbers import check_whole
+from minillm.serve.schedule.policies import POLICIES
 
 
 def check_engine(
@@ -43,3 +45,32 @@ def check_engine(
             close = get_close_matches(name, options, 1)
             hint = f"did you mean {close[0]}?" if close else f"a scheduler takes {', '.join(options)}."
             raise ValueError(f"LLM has no option {name!r}: {hint}")
+
+
+def check_scheduler(
+    policy: object,
+    preemption: object,
+    *,
+    token_budget: int,
+    max_num_seqs: int,
+    patience: int,
+    reserve: int,
+    chunk: int | None,
+    max_waiting: int | None,
+) -> None:
+    """ValueError, with the value and the fix, for options that a scheduler does not have."""
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise ValueError(f"policy {policy!r} is unknown: use one of {', '.join(map(repr, POLICIES))}.")
+    if preemption not in ("recompute", "swap"):
+        raise ValueError(f"preemption {preemption!r} is unknown: use 'recompute' or 'swap'.")
+    check_whole("token_budget", token_budget, 1)
+    check_whole("max_num_seqs", max_num_seqs, 1)
+    check_whole("patience", patience, 0)
+    check_whole("reserve", reserve, 0)
+    check_whole("chunk", chunk, 1, optional=True)
+    check_whole("max_waiting", max_waiting, 1, optional=True)
+    if max_num_seqs > token_budget:
+        raise ValueError(
+            f"token_budget {token_budget} must be at least max_num_seqs {max_num_seqs}: every running sequence may "
+            "want a token."
+        )

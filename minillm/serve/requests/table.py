@@ -112,12 +112,10 @@ class RequestTable:
 
     def end_cancelled(self) -> None:
         """Ends what was cancelled, but for requests that are not queued yet: those wait for the next `tidy`."""
-        while self.cancelled:
-            request = self.cancelled[0]
-            if self.arrived.get(request.request_id) is request:
-                return
-            self.end(request, "cancelled")
-            self.cancelled.popleft()
+        for request in tuple(self.cancelled):
+            if self.arrived.get(request.request_id) is not request:
+                self.end(request, "cancelled")
+                self.cancelled.remove(request)
 
     def end(self, request: Request, reason: str, error: str | None = None) -> None:
         """Ends all samples of a request that have not ended, and so the request."""

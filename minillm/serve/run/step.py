@@ -52,6 +52,10 @@ class Step:
     def raised(self, failure: Exception) -> None:
         self.error = f"{type(failure).__name__}: {failure}"
 
+    def start_of(self, sequence: Sequence) -> int:
+        """Its tokens that were computed before the step."""
+        return next(start for (each, _), start in zip(self.plan.batch, self.starts, strict=True) if each is sequence)
+
     def table(self, sequence: Sequence) -> list[int]:
         """The blocks of one sequence; none if the step did not have it, such as a fork that was made after the pass."""
         tables = (table for (each, _), table in zip(self.plan.batch, self.tables, strict=True) if each is sequence)

@@ -53,8 +53,8 @@ class NextTokens:
 
         tokens: None for logits that are not finite, none if only a draft token made them so.
         """
-        for (sample, _, _), given in zip(step.ready, tokens, strict=True):
-            if given is None:
+        for row, ((sample, _, _), given) in enumerate(zip(step.ready, tokens, strict=True)):
+            if given is None and row not in step.dropped:
                 self.scheduler.pool.invalidate(step.table(sample))
                 if sample.reason is None:
                     reason = f"its logits are not finite after {sample.num_tokens} tokens (NaN or infinite)"
@@ -66,7 +66,7 @@ class NextTokens:
             if given:
                 sampled += self._accept(sample, given)
             else:  # its draft spoilt the pass
-                self.scheduler.commit_accepted(sample)
+                self.scheduler.take_back(sample, step.start_of(sample))
         return sampled
 
     def _failed(self, sample: Sample, failure: Exception) -> None:

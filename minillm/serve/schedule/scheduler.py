@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import count
 
-from minillm.serve.numbers import check_whole
+from minillm.serve.checks import check_scheduler
 from minillm.serve.schedule.blocks import BlockPool, Prefix
 from minillm.serve.schedule.policies import POLICIES
 from minillm.serve.schedule.sequence import Plan, Sequence, State
@@ -48,21 +48,8 @@ class Scheduler:
         reserve: int = 1,
         max_waiting: int | None = None,
     ):
-        if not isinstance(policy, str) or policy not in POLICIES:
-            raise ValueError(f"policy {policy!r} is unknown: use one of {', '.join(map(repr, POLICIES))}.")
-        if preemption not in ("recompute", "swap"):
-            raise ValueError(f"preemption {preemption!r} is unknown: use 'recompute' or 'swap'.")
-        check_whole("token_budget", token_budget, 1)
-        check_whole("max_num_seqs", max_num_seqs, 1)
-        check_whole("patience", patience, 0)
-        check_whole("reserve", reserve, 0)
-        check_whole("chunk", chunk, 1, optional=True)
-        check_whole("max_waiting", max_waiting, 1, optional=True)
-        if max_num_seqs > token_budget:
-            raise ValueError(
-                f"token_budget {token_budget} must be at least max_num_seqs {max_num_seqs}: every running sequence may "
-                "want a token."
-            )
+        numbers = {"token_budget": token_budget, "max_num_seqs": max_num_seqs, "patience": patience, "reserve": reserve}
+        check_scheduler(policy, preemption, **numbers, chunk=chunk, max_waiting=max_waiting)
         self.pool, self.token_budget, self.max_num_seqs = pool, token_budget, max_num_seqs
         self.chunk, self.patience = chunk or token_budget, patience
         self.piece = None if pool.window is None else min(self.chunk, token_budget)  # see `Sequence.wanted`
@@ -155,20 +142,27 @@ class Scheduler:
                 complete.append(sequence)
         if self.pool.window is not None:
             for sequence, _ in plan.batch:
-                first = self.pool.release_unseen(sequence.blocks, sequence.first_block, sequence.num_certain)
-                sequence.first_block = first
+                self._release_unseen(sequence)
         return complete
 
     def commit_accepted(self, sequence: Sequence) -> None:
         """Its new tokens are verified: the blocks they filled are shared, those of rejected draft tokens go back."""
         size, before = self.pool.block_size, sequence.num_computed
         sequence.num_computed = after = len(sequence.tokens) - 1
-        if after == before and (len(sequence.blocks) - 1) * size < after <= len(sequence.blocks) * size:
-            return
-        self._cache_blocks(sequence, before // size, sequence.num_computed // size)
-        held = self.pool.blocks_for(sequence.num_computed)
-        self.pool.release(sequence.blocks[held:])
-        del sequence.blocks[held:]
+        if after != before or not (len(sequence.blocks) - 1) * size < after <= len(sequence.blocks) * size:
+            self._cache_blocks(sequence, before // size, sequence.num_computed // size)
+            self._release_behind(sequence)
+        if self.pool.window is not None:
+            self._release_unseen(sequence)
+
+    def take_back(self, sequence: Sequence, start: int) -> None:
+        """A pass spoilt what it wrote from `start` on: nobody may hit it, and it is computed again."""
+        self.pool.invalidate(sequence.blocks[start // self.pool.block_size :])
+        sequence.num_computed = start
+        self._release_behind(sequence)
+        if self.pool.window is not None and start < sequence.num_tokens - 1:  # what those tokens see may be gone
+            sequence.num_computed = 0
+            self._preempt(sequence)
 
     def publish(self, sequence: Sequence, start: int) -> None:
         """Its tokens from place `start` on are known now, not only computed: the blocks they filled are shared."""
@@ -209,9 +203,7 @@ class Scheduler:
             plan.batch.append((sequence, 1))
             sequence.last_step = self.step
             return 1
-        if (
-            budget and sequence.num_uncomputed > 1 and computed % size == 0
-        ):  # what others computed meanwhile is taken over
+        if budget and sequence.num_uncomputed > 1 and computed % size == 0:  # others may have computed it meanwhile
             found = self.pool.lookup(self._prefixes(sequence)[computed // size : len(sequence.blocks) - 1])
             own = slice(computed // size, computed // size + len(found))
             self.pool.share(found)
@@ -220,10 +212,8 @@ class Scheduler:
             sequence.skip(size * len(found))
         room = len(sequence.blocks) * size - sequence.num_computed
         tokens = min(sequence.num_uncomputed, budget, self.chunk, room)
-        if (
-            self.pool.prefix_cache
-            and (over := (sequence.num_computed + tokens) % size) < tokens < sequence.num_uncomputed
-        ):
+        over = (sequence.num_computed + tokens) % size
+        if self.pool.prefix_cache and over < tokens < sequence.num_uncomputed:
             tokens -= over  # pieces end where blocks end, so that others can take over whole blocks
         if tokens:
             plan.batch.append((sequence, tokens))
@@ -300,6 +290,16 @@ class Scheduler:
         self.pool.release(blocks)
         sequence.blocks = []
         self._wait(sequence)
+
+    def _release_behind(self, sequence: Sequence) -> None:
+        """Blocks of draft tokens that were not accepted."""
+        held = self.pool.blocks_for(sequence.num_tokens - 1)
+        self.pool.release(sequence.blocks[held:])
+        del sequence.blocks[held:]
+
+    def _release_unseen(self, sequence: Sequence) -> None:
+        first = sequence.first_block
+        sequence.first_block = self.pool.release_unseen(sequence.blocks, first, sequence.num_certain)
 
     def _cache_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Others of this very step may hit a block too: a layer writes all its keys before it reads any."""

@@ -46,8 +46,9 @@ class Sequence:
 
     @property
     def num_certain(self) -> int:
-        """Tokens that are computed and stay so: a placeholder may be taken back and computed again."""
-        return min(self.num_computed, self.num_tokens - self.num_pending)
+        """Tokens that are computed and stay so: a placeholder may be taken back, and the last token if a draft spoils its
+        pass."""
+        return min(self.num_computed, self.num_tokens - max(1, self.num_pending))
 
     @property
     def held_blocks(self) -> list[int]:

@@ -406,3 +406,21 @@ def test_streams_that_take_turns_lose_no_token(n):
         found = [[token for delta in mine if delta.sample == i for token in delta.tokens] for i in range(n)]
         assert found == [answer.tokens for answer in answers]
     assert len(other.answers[0].tokens) == 8 and llm.unfinished == 0
+
+
+def test_a_cancelled_request_that_is_not_queued_yet_holds_up_no_other():
+    """Both are cancelled during a pass: the one that runs gets no token of it."""
+    llm = LLM(MODEL)
+    running = llm.add([1, 2, 3], SamplingParams(max_tokens=24))
+    llm.step()
+    forward = llm.runner._forward
+
+    def cancelling(*given):
+        llm.runner._forward = forward
+        llm.cancel(llm.add([1, 2]))
+        llm.cancel(running)
+        return forward(*given)
+
+    llm.runner._forward = cancelling
+    outputs = {output.request_id: output for output in [*llm.step(), *llm.step()]}
+    assert len(outputs) == 2 and len(outputs[running].answers[0].ids) == 1
