@@ -46,7 +46,7 @@ class Sequence:
 
     @property
     def num_certain(self) -> int:
-        """Tokens that are computed and stay so: a placeholder may be taken back, and the last token if a draft spoils its
+        """Tokens that are computed and stay so: a placeholder may be taken back, the last token if a draft spoils its
         pass."""
         return min(self.num_computed, self.num_tokens - max(1, self.num_pending))
 
