@@ -19,8 +19,8 @@ from course.kit import course
 
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 FIRST = (  # of docs/
-    *("interview", "teaching", "runs", "cluster", "commands", "proof"),
-    *("benchmarks", "models", "group", "glossary"),
+    *("interview", "teaching", "runs", "serving", "cluster", "commands"),
+    *("proof", "benchmarks", "models", "group", "glossary"),
 )
 
 

@@ -350,7 +350,7 @@ receipts.decide("does_speculation_pay", "ridge", guess_ridge)
 receipts.answer("does_speculation_pay")
 
 # %% [markdown]
-# ## Problem 11 · Does quantisation pay?
+# ## Problem 11 · Does quantization pay?
 #
 # *"4-bit weights make it four times faster, so we need a quarter of the GPUs."*
 #
@@ -360,10 +360,10 @@ receipts.answer("does_speculation_pay")
 guess_one = 4  # your number
 
 # %%
-receipts.decide("does_quantisation_pay", "one", guess_one)
+receipts.decide("does_quantization_pay", "one", guess_one)
 
 # %%
-receipts.answer("does_quantisation_pay")
+receipts.answer("does_quantization_pay")
 
 # %% [markdown]
 # ## Problem 12 · Split prefill and decode

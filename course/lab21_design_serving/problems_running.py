@@ -185,7 +185,7 @@ def does_speculation_pay() -> DesignCase:
 
 
 @cache
-def does_quantisation_pay() -> DesignCase:
+def does_quantization_pay() -> DesignCase:
     """4-bit weights at batch 1 and at batch 512."""
     model, device = architecture("llama-3-8b"), cluster("h100", 1).device
     weights, rate = 2 * model.parameters, device.matmul_rate(model.hidden_size)

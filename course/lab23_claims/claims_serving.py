@@ -1,4 +1,4 @@
-"""Statements about serving: paging, batching, speculation, quantisation."""
+"""Statements about serving: paging, batching, speculation, quantization."""
 
 import random
 
@@ -223,7 +223,7 @@ def speculation_when_busy() -> list[Row]:
 
 
 @claim(
-    "quantisation",
+    "quantization",
     "4-bit weights make serving four times faster.",
     "depends",
     "Where reading weights is the limit, up to 3.6 times with scales; at large batches not at all.",

@@ -238,10 +238,10 @@ receipts.decide(votes)
 
 
 # %% [markdown]
-# ## Batching, speculation, quantisation
+# ## Batching, speculation, quantization
 
 # %%
-receipts.statements("batching", "speculation", "quantisation")
+receipts.statements("batching", "speculation", "quantization")
 
 
 # %%

@@ -23,7 +23,7 @@ TOPICS: dict[str, str] = {  # topic of lab 23: topic of the cards
     "cost": "planning",
     "several axes": "planning",
     "batching": "batching and scheduling",
-    "quantisation": "quantisation and adapters",
+    "quantization": "quantization and adapters",
 }
 SHORT = {"t": "true", "f": "false", "d": "depends"}
 

@@ -59,7 +59,7 @@ TOPICS = {  # of the cards: which drills go with them
     ),
     "batching and scheduling": ("waiting", "sequences", "tail", "in_service"),
     "speculative decoding": ("accepted", "faster", "overlap"),
-    "quantisation and adapters": ("adapter", "weights", "group_bits", "quantised"),
+    "quantization and adapters": ("adapter", "weights", "group_bits", "quantized"),
     "serving systems": (
         "waiting",
         "sequences",

@@ -1,4 +1,4 @@
-"""Drills about serving: caches, batches, queues, speculation, quantisation, adapters."""
+"""Drills about serving: caches, batches, queues, speculation, quantization, adapters."""
 
 import math
 from random import Random
@@ -244,7 +244,7 @@ def group_bits(draw: Random) -> Decision:
     )
 
 
-def quantised(draw: Random) -> Decision:
+def quantized(draw: Random) -> Decision:
     billions, bits = draw.choice((3, 8, 70, 405)), draw.choice((4.25, 4.5, 8.25))
     value = billions * 1e9 * bits / 8
     return Decision(

@@ -10,7 +10,7 @@
 # # 24 · The mock interview
 #
 # **You know a thing when you can say it in a minute, compute it in another, and write it in ten.**
-# Stands on labs 00 to 15 (their mechanisms and formulas).
+# Stands on labs 00 to 16 (their mechanisms and formulas).
 #
 # Seven whiteboard tasks of its own (95 minutes), and a deck, drills and tasks from all labs that you come back to:
 # about two hours the first time. In the terminal the same interview runs under a clock:
@@ -233,10 +233,10 @@ adamw_step = check("adamw", adamw_step)
 # ### Task 7 · Muon's Newton–Schulz iteration (15 minutes)
 #
 # Muon ([Jordan et al. 2024](https://kellerjordan.github.io/posts/muon/)) replaces the momentum of a weight matrix by a
-# matrix with the same singular vectors whose singular values are all near 1. It needs no decomposition: scale X = g /
-# ‖g‖ with the Frobenius norm, then repeat `steps` times X ← a·X + (b·A + c·A·A)·X with A = X·Xᵀ and (a, b, c) =
-# (3.4445, -4.7750, 2.0315), which maps each singular value s to a·s + b·s³ + c·s⁵. Use matrix products only, and no
-# matrix larger than g: where g has more rows than columns, iterate on its transpose.
+# matrix with the same singular vectors whose singular values lie between about 0.7 and 1.2 after 5 steps. It needs no
+# decomposition: scale X = g / ‖g‖ with the Frobenius norm, then repeat `steps` times X ← a·X + (b·A + c·A·A)·X with
+# A = X·Xᵀ and (a, b, c) = (3.4445, -4.7750, 2.0315), which maps each singular value s to a·s + b·s³ + c·s⁵. Use matrix
+# products only, and no matrix larger than g: where g has more rows than columns, iterate on its transpose.
 
 
 # %%

@@ -113,12 +113,14 @@ def matching(topic: str = "", seed: int | None = None, round: str = "", level: s
 
 
 def open_sessions() -> list[Session]:
-    """Those with something left to ask, the latest last; a damaged record counts as none."""
+    """Those with something left to ask, the latest last; a damaged record, or one of a topic that there is no longer,
+    counts as none."""
     sessions: list[Session] = []
     records = progress.section(SECTION).get("sessions")
     for record in records if isinstance(records, list) else []:
         try:
             session = Session(**record)
+            deck.of_topic(session.topic)
             if session.open and all(rounds.exists(kind, name) for kind, name in session.open):
                 sessions.append(session)
         except (TypeError, ValueError, AttributeError):

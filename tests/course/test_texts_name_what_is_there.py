@@ -143,3 +143,21 @@ def test_minutes_in_a_lab_are_those_of_its_checks(path):
         assert each.heading_minutes in (None, each.minutes), each
     promised = re.search(r"(\d+) minutes for the exercises", lab.cells[0].source)
     assert promised is None or int(promised[1]) == core_minutes(lab)[0]
+
+
+def test_the_term_has_every_lab_and_the_minutes_of_its_exercises():
+    """docs/teaching.md: in each week, the exercises on the core path of the labs that are read at home."""
+    minutes = {path.parent.name[3:5]: core_minutes(masters.lab(path))[0] for path in MASTERS}
+    rows = re.findall(r"^\| (\d+) \|(.*?)\|(.*?)\|[^|]*\| ([^|]*) \|", _page("docs/teaching.md"), re.MULTILINE)
+    assert [int(week) for week, *_ in rows] == list(range(1, len(rows) + 1))
+    taught = set()
+    for week, in_class, at_home, said in rows:
+        labs = re.findall(r"\[(\d\d)\]", at_home)
+        taught |= {*labs, *re.findall(r"\[(\d\d)\]", in_class)}
+        alone = " or ".join(str(minutes[lab]) for lab in labs)
+        assert said == (alone if " or " in at_home else str(sum(minutes[lab] for lab in labs))), f"week {week}"
+    assert taught == set(minutes)
+
+
+def _page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")

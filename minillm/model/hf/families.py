@@ -274,7 +274,7 @@ def _check_keys(raw: dict, kind: str) -> None:
             method = value.get("quant_method")
             if method not in ("compressed-tensors", "gptq", "awq"):
                 raise ValueError(
-                    f"quantised checkpoints are not supported in the layout of {method!r}: load one in that of "
+                    f"quantized checkpoints are not supported in the layout of {method!r}: load one in that of "
                     "compressed-tensors, gptq or awq, or the weights as they were trained."
                 )
             continue  # the layout is read with the weights

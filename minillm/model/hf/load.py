@@ -105,7 +105,7 @@ def stored_dtype(folder: str | Path) -> torch.dtype:
     embedding, folder = hf_name("embedding.weight"), Path(folder)
     dtype = weights.read(folder)[embedding].get_slice(embedding)[:1].dtype
     if dtype not in DTYPES:
-        raise ValueError(f"tensor {embedding} in {folder} is {dtype}: quantised checkpoints are not supported.")
+        raise ValueError(f"tensor {embedding} in {folder} is {dtype}: quantized checkpoints are not supported.")
     return dtype
 
 

@@ -186,7 +186,7 @@ COMPUTED = {
         "alone": drafted(0.7, 4) / 1.4, "tokens": drafted(0.7, 4), "ridge": WIDE * PEAK / MEMORY, "peak": PEAK / MEMORY,
         "full": drafted(0.7, 4) / 5.4, "best": best_k(0.7, 0.1), "batch": WIDE * PEAK / MEMORY / 5,
     },
-    "does_quantisation_pay": {
+    "does_quantization_pay": {
         "one": 16 / 4.5, "many": 1.0, "weights": EIGHT.parameters * 4.5 / 8, "wide": 2 * EIGHT.parameters,
         "end": RATE8 / MEMORY, "cross": RATE8 / MEMORY * 4.5 / 16,
     },
@@ -207,6 +207,6 @@ LITERAL = {
     "bursts": [25e9, 2 * 25, 429, 2, 2 * SEVENTY.parameters],
     "blocked_by_a_prompt": [2048, 50, 2, 32000 / 2],
     "does_speculation_pay": [1 + 4 * 0.1, 4 * 0.1, 1, 0.1, 2],
-    "does_quantisation_pay": [4, 16],
+    "does_quantization_pay": [4, 16],
     "split_prefill_decode": [64, 8, SEVENTY.kv_bytes],
 }

@@ -167,14 +167,14 @@ ALSO_RIGHT = [  # right but for another convention, rounding or unit: problem, d
     ("checkpoint_interval", "mtbf", "3.1 h"), ("checkpoint_interval", "interval", "13.6 min"),
     ("seven_on_8", "replica", "121 GB"), ("four_hundred_on_16k", "bubble", "10.5 %"), ("gpt3_on_1024", "days", "34"),
     ("eight_on_24gb", "tpot", "54 ms"), ("does_speculation_pay", "ridge", "295"),
-    ("does_speculation_pay", "ridge", "200"), ("does_quantisation_pay", "one", "3.56"),
-    ("does_quantisation_pay", "one", "3.76"), ("bursts", "load", "70 s"), ("bursts", "backlog", "1,950"),
+    ("does_speculation_pay", "ridge", "200"), ("does_quantization_pay", "one", "3.56"),
+    ("does_quantization_pay", "one", "3.76"), ("bursts", "load", "70 s"), ("bursts", "backlog", "1,950"),
     ("rag_32k", "cache", "10.5 GB"), ("rag_32k", "cache", "10.5 gb"), ("rag_32k", "cache", "9.77 GiB"),
     ("split_prefill_decode", "moved", "655 MB"), ("many_adapters", "adapter", "84 MB"), ("tail_at_85", "mean", "5.7"),
     ("tail_at_85", "tail", "29.6"), ("at_the_edge", "speed", "35"), ("chat_70b", "demand", "60k tokens/s"),
 ]  # fmt: skip
 STILL_WRONG = [  # and what a candidate is told
-    ("a_straggler", "lost", "20 %", "throughput falls"), ("does_quantisation_pay", "one", "4", "scales count"),
+    ("a_straggler", "lost", "20 %", "throughput falls"), ("does_quantization_pay", "one", "4", "scales count"),
     ("money_and_energy", "days", "28", "peak"), ("money_and_energy", "days", "1650", "hours"),
     ("rag_32k", "cache", "10.5", "giga"), ("rag_32k", "cache", "5.2 GB", "numbers instead of bytes"),
     ("fine_tune_on_a_node", "adapters", "65.5e6", "MLP"), ("fine_tune_on_a_node", "adapters", "2.6e6", "one layer"),

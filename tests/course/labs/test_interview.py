@@ -142,7 +142,7 @@ SECOND = {  # kind: another way to the same number, from the numbers of the ques
     "accepted": lambda alpha, k: sum(alpha**i for i in range(k + 1)),
     "faster": lambda alpha, k, cost: sum(alpha**i for i in range(k + 1)) / (1 + k * cost),
     "group_bits": lambda bits, scale, group: (group * bits + scale) / group,
-    "quantised": lambda billions, bits: billions * bits * 1.25e8,
+    "quantized": lambda billions, bits: billions * bits * 1.25e8,
     "layer_cache": lambda tokens, heads, dim, bits: tokens * heads * dim * bits / 4,
     "token_price": lambda price, speed: price / 3.6 / speed * 1e3,
     "ridge": lambda tera, bandwidth: tera / bandwidth,

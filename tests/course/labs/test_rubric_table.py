@@ -47,7 +47,7 @@ RIGHT = {  # kind: (question, what is said)
         (("seven_on_8", "replica"), "≈ 121 GB per GPU"), (("checkpoint_interval", "interval"), "around 13.6 minutes"),
         (("checkpoint_interval", "mtbf"), "approximately 3.1 hours"), (("bursts", "backlog"), "some 1,950 requests"),
         (("money_and_energy", "days"), "69 days or so"), (("gpt3_on_1024", "days"), "it takes 33 days"),
-        (("does_speculation_pay", "alone"), "2x"), (("does_quantisation_pay", "one"), "3.6 times faster"),
+        (("does_speculation_pay", "alone"), "2x"), (("does_quantization_pay", "one"), "3.6 times faster"),
         (("at_the_edge", "speed"), "at most 36"), (("tail_at_85", "tail"), "30 service times"),
         (("chat_70b", "inside"), "3000 requests"), (("slower_on_two_nodes", "ratio"), "3 times slower"),
         (("fine_tune_on_a_node", "missing"), "640 GB are missing"),
@@ -64,7 +64,7 @@ RIGHT = {  # kind: (question, what is said)
     ],
     "another convention": [
         (("money_and_energy", "days"), 76), (("money_and_energy", "energy"), "23 GWh"), (("gpt3_on_1024", "days"), 34),
-        (("does_speculation_pay", "ridge"), 174), (("does_quantisation_pay", "one"), 16 / 4.25),
+        (("does_speculation_pay", "ridge"), 174), (("does_quantization_pay", "one"), 16 / 4.25),
         (("seventy_on_64", "days"), "3243"), (("rag_32k", "cache"), "9.77 GiB"), (("seven_on_8", "replica"), "126 GB"),
     ],
 }  # fmt: skip
@@ -91,7 +91,7 @@ WRONG = {
         (("chat_70b", "inside"), "15"), (("bursts", "backlog"), "15"),
     ],
     "inverted": [
-        (("slower_on_two_nodes", "ratio"), 1 / 3), (("does_quantisation_pay", "one"), 4.5 / 16),
+        (("slower_on_two_nodes", "ratio"), 1 / 3), (("does_quantization_pay", "one"), 4.5 / 16),
         (("does_speculation_pay", "alone"), 1 / 1.98), (("does_speculation_pay", "ridge"), 3.35 / 989),
         (("at_the_edge", "speed"), 1 / 35.6), (("tail_at_85", "mean"), 0.15 / 0.85), (("scaling", "busy"), 4),
         (("eight_on_24gb", "tpot"), 18.7), (("a_straggler", "lost"), 5 / 6), (("four_hundred_on_16k", "bubble"), 0.895),
@@ -113,7 +113,7 @@ WRONG = {
         (("checkpoint_interval", "interval"), 578), (("four_hundred_on_16k", "bubble"), 15 / 128),
         (("four_hundred_on_16k", "bubble"), 0.48), (("money_and_energy", "days"), 28),
         (("money_and_energy", "energy"), "18.9 GWh"),
-        (("rag_32k", "cache"), "84 GB"), (("rag_32k", "cache"), "5.2 GB"), (("does_quantisation_pay", "one"), 4),
+        (("rag_32k", "cache"), "84 GB"), (("rag_32k", "cache"), "5.2 GB"), (("does_quantization_pay", "one"), 4),
         (("does_speculation_pay", "alone"), 2.77), (("does_speculation_pay", "alone"), 3.8 / 1.4),
         (("tail_at_85", "mean"), 6.67), (("tail_at_85", "mean"), 0.85), (("tail_at_85", "tail"), 5.7),
         (("tail_at_85", "tail"), 7.8), (("bursts", "backlog"), 5200), (("bursts", "load"), "35 s"),

@@ -174,9 +174,9 @@ DAMAGE = {
         lambda f: edit_config(f, final_logit_softcapping=30.0),
         "key 'final_logit_softcapping' .* is not known for llama",
     ),
-    "quantised by config": (
+    "quantized by config": (
         lambda f: edit_config(f, quantization_config=dict(quant_method="bitsandbytes")),
-        "quantised checkpoints are not supported",
+        "quantized checkpoints are not supported",
     ),
     "rope factor": (lambda f: edit_config(f, rope_scaling=dict(rope_type="llama3")), "rope key 'factor' is missing"),
     "partial rotary": (
@@ -192,9 +192,9 @@ DAMAGE = {
         lambda f: edit_tensors(f, **{K: torch.ones(8, 32)}),
         rf"tensor {K} .* has shape \[8, 32\], .* \[16, 32\]",
     ),
-    "quantised": (
+    "quantized": (
         lambda f: edit_tensors(f, **{"model.embed_tokens.weight": torch.ones(67, 32, dtype=torch.int8)}),
-        "is torch.int8: quantised checkpoints are not supported",
+        "is torch.int8: quantized checkpoints are not supported",
     ),
 }
 

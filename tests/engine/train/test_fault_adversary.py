@@ -262,7 +262,7 @@ def test_recipes_name_options_that_exist():
     given = torchrun_lines()
     assert len(given) == 4
     for arguments in given:
-        options = get_args_parser().parse_args(arguments)
+        options = get_args_parser().parse_args([*arguments, "--run", "x", "--node", "2"])  # torchrun leaves them alone
         assert options.training_script == "minillm" and options.module
         command, *rest = options.training_script_args
         parser_of(command).make_context(command, rest)  # refuses options that there are not
