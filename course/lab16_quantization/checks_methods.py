@@ -23,14 +23,14 @@ ANSWERS = answers_of("16_quantization")
     hints=(
         "Try the candidates one after the other. For each: what would the layer return with rounded weights, and how "
         "far is that from x @ weight.T?",
-        "s = x.abs().mean(0) ** (i / steps); rounded = round_int4(weight * s, group); output = (x / s) @ rounded.T. "
+        "s = x.abs().mean(0).clamp_min(1e-4) ** (i / steps); rounded = round_int4(weight * s, group); output = (x / s) @ rounded.T. "
         "Inputs must be divided by what the weights were multiplied with, or the outputs are those of another layer.",
     ),
 )
 def check_awq(learner: Callable) -> Receipt:
     rows, chosen, wrong = [], [], ""
     sizes = [(16, 8, 4, -0.6, 1.0), (32, 16, 20, 0.0, 1.0), (24, 8, 10, 0.6, 1.0), (32, 8, 12, -0.3, 0.01)]
-    sizes.append((8 * random.randint(5, 9), 8, random.randint(6, 12), -1.0, 1.0))
+    sizes += [(16, 8, 5, -1.5, 1.0), (8 * random.randint(5, 9), 8, random.randint(6, 12), -1.0, 1.0)]
     for inputs, group, steps, lean, size in sizes:
         weight, x, errors = _case_of_awq(inputs, group, steps, lean, size)
         best = min(range(steps + 1), key=errors.__getitem__)
@@ -57,17 +57,24 @@ def check_awq(learner: Callable) -> Receipt:
 def _case_of_awq(inputs: int, group: int, steps: int, lean: float, size: float) -> tuple[Tensor, Tensor, list[float]]:
     """Weights, inputs with some large channels, and the error of each candidate.
 
-    lean: how weights go with inputs, in powers of these; size: of all inputs. Unless weights grow with inputs, the best
-    α is an inner one and clearly better than the ends and the middle: then mistakes make a difference.
+    lean: how weights go with inputs, in powers of these; size: of all inputs. With lean > 0 the best α is 0, below -1 it
+    is 1, by 5 % or more. Otherwise it is an inner one and clearly better than the ends and the middle: then mistakes make
+    a difference. One channel of 32 is always 0, and its weights are too small to be the largest of their group.
     """
     while True:
         loud = torch.exp(1.5 * torch.randn(inputs))
         x = size * (torch.randn(60, inputs) * loud + torch.randn(inputs))
         weight = torch.randn(random.randint(5, 12), inputs) * loud**lean
-        mean = x.abs().mean(0)
+        if inputs == 32:
+            x[:, 3], weight[:, 3] = 0, 1e-4 * weight[:, 3]
+        mean = x.abs().mean(0).clamp_min(1e-4)
         errors = [_error(weight, x, mean ** (step / steps), group) for step in range(steps + 1)]
-        others = [errors[0], errors[-1], errors[steps // 2]]
-        if lean > 0 or min(others) > 1.02 * min(errors):
+        if lean > 0 or lean < -1:
+            best = 0 if lean > 0 else steps
+            clear = 1.05 * errors[best] < min(errors[:best] + errors[best + 1 :])
+        else:
+            clear = min(errors[0], errors[-1], errors[steps // 2]) > 1.02 * min(errors)
+        if clear:
             return weight, x, errors
 
 

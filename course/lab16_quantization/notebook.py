@@ -208,6 +208,8 @@ nf4_levels, quantize_nf4 = check("nf4", (nf4_levels, quantize_nf4))
 # and divides the inputs by them: W x = (W · diag(s)) (diag(1/s) x). Nothing changes but the rounding, which hurts a
 # column less the larger its factor is. In use, 1/s is folded into whatever makes x, so it costs nothing. Candidates are
 # s = mean|x|^α for α = 0, 1/steps, 2/steps ... 1. Which one leaves the least error *of the output*?
+#
+# A channel whose inputs were all 0 would get s = 0, and 0/0: count a mean|x| below 1e-4 as 1e-4 (`clamp_min`).
 
 
 # %%
@@ -222,7 +224,7 @@ def awq_factors(weight, x, group, steps=20):
     Of the candidates the one whose rounded weights, round_int4(weight * s, group), give the outputs
     nearest to x @ weight.T (sum of squares)."""
     # BEGIN SOLUTION
-    size = x.abs().mean(0)
+    size = x.abs().mean(0).clamp_min(1e-4)
     best, least = None, float("inf")
     for step in range(steps + 1):
         factors = size ** (step / steps)
