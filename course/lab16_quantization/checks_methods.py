@@ -130,9 +130,11 @@ def _judge_gptq(learner: Callable, outputs: int, inputs: int) -> list:
     right = by_inverting(weight, gram, lambda column, j: torch.round(column / step[j]) * step[j])
     plain = torch.round(weight / step) * step
     if not float((found - right).abs().max()) <= 1e-6:
-        wrong = ((found - right).abs() > 1e-6).any(0).nonzero().flatten().tolist()
-        said = f"{name}: columns {_short(wrong)} are not what the method gives: the first wrong one has "
-        said += f"{found[0, wrong[0]]:.4f} on top, not {right[0, wrong[0]]:.4f}."
+        wrong = ~((found - right).abs() <= 1e-6)  # NaN is wrong, too
+        columns = wrong.any(0).nonzero().flatten().tolist()
+        j, i = columns[0], int(wrong[:, columns[0]].int().argmax())
+        said = f"{name}: in {_columns(columns)} your weights are not what the method gives: row {i} of column {j} is "
+        said += f"{found[i, j]:.4f}, and it is {right[i, j]:.4f}."
         raise CheckFailed(said, evidence=found)
     on_grid = (found / step - torch.round(found / step)).abs().max() < 1e-6
     errors = [float(((rounded - weight) @ gram * (rounded - weight)).sum()) for rounded in (found, plain)]
@@ -152,6 +154,10 @@ def by_inverting(weight: Tensor, gram: Tensor, nearest: Callable) -> Tensor:
         rounded[:, j] = nearest(left[:, j], j)
         left[:, j:] -= ((left[:, j] - rounded[:, j]) / inverse[0, 0])[:, None] * inverse[0]
     return rounded
+
+
+def _columns(numbers: list[int]) -> str:
+    return f"column{'s' if len(numbers) > 1 else ''} {_short(numbers)}"
 
 
 def _short(numbers: list[int]) -> str:

@@ -132,12 +132,28 @@ def dead_channels_kept(weight, x, group, steps=20):
 # GPTQ.
 
 
+AT_THE_START = (
+    "Every column is rounded as it was at the start, so none makes good for another: round `left`, and move the columns "
+    "to come by row j of U (below its diagonal U is 0)."
+)
 mistake(
     "gptq-columns",
     "rounding to nearest",
     {"left[:, j + 1 :] -= error[:, None] * upper[j, j + 1 :]": "pass"},
-    says="No column makes good for another: this is rounding to nearest. Is each column rounded as those before it "
-    "have left it, and is it row j of U that moves the others?",
+    says=AT_THE_START,
+)
+mistake(
+    "gptq-columns",
+    "rounded as it was at the start",
+    {"nearest(left[:, j], j)": "nearest(weight[:, j], j)"},
+    says=AT_THE_START,
+)
+mistake("gptq-columns", "U transposed", {"upper[j, j + 1 :]": "upper[j + 1 :, j]"}, says=AT_THE_START)
+mistake(
+    "gptq-columns",
+    "a wrong column says its row",
+    {"return rounded": "rounded[-1, -1] += 1\n    return rounded"},
+    expect="in column [0-9]+ your weights.*row [1-9]",
 )
 mistake(
     "gptq-columns",
