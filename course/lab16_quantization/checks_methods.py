@@ -23,8 +23,8 @@ ANSWERS = answers_of("16_quantization")
     hints=(
         "Try the candidates one after the other. For each: what would the layer return with rounded weights, and how "
         "far is that from x @ weight.T?",
-        "s = x.abs().mean(0).clamp_min(1e-4) ** (i / steps); rounded = round_int4(weight * s, group); output = (x / s) @ rounded.T. "
-        "Inputs must be divided by what the weights were multiplied with, or the outputs are those of another layer.",
+        "s = x.abs().mean(0).clamp_min(1e-4) ** (i / steps); rounded = round_int4(weight * s, group); output = (x / s) "
+        "@ rounded.T. Inputs must be divided by what the weights were multiplied with, or the outputs are those of another layer.",
     ),
 )
 def check_awq(learner: Callable) -> Receipt:
@@ -57,9 +57,9 @@ def check_awq(learner: Callable) -> Receipt:
 def _case_of_awq(inputs: int, group: int, steps: int, lean: float, size: float) -> tuple[Tensor, Tensor, list[float]]:
     """Weights, inputs with some large channels, and the error of each candidate.
 
-    lean: how weights go with inputs, in powers of these; size: of all inputs. With lean > 0 the best α is 0, below -1 it
-    is 1, by 5 % or more. Otherwise it is an inner one and clearly better than the ends and the middle: then mistakes make
-    a difference. One channel of 32 is always 0, and its weights are too small to be the largest of their group.
+    lean: how weights go with inputs, in powers of these; size: of all inputs. With lean > 0 the best α is 0, below -1
+    it is 1, by 5 % or more. Otherwise it is an inner one and clearly better than the ends and the middle: then mistakes
+    make a difference. One channel of 32 is always 0, and its weights are too small to be the largest of their group.
     """
     while True:
         loud = torch.exp(1.5 * torch.randn(inputs))

@@ -158,7 +158,7 @@ def check_low_rank(learner: Callable) -> Receipt:
             raise CheckFailed(said, evidence=left @ right)
         rows.append(row(f"{name}: rank {rank}, error", round(leaves[rank], 6), round(measured, 6), "", 1e-4))
         numbers = rank * (outputs + inputs)
-        rows.append(row("    numbers in A and B, of the weight's", None, f"{numbers:,} of {weight.numel():,}"))
+        rows.append(row("    numbers in A and B / numbers in W", None, f"{numbers:,} / {weight.numel():,}"))
     if wrong:
         raise CheckFailed(wrong, evidence=ranks)
     return receipt("the smallest rank that is good enough", rows, open_rows=2)

@@ -96,7 +96,8 @@ mistake(
     "int4-groups",
     "8 not cut to 7",
     {".clamp(-8, 7)": ""},
-    says="Codes of 8 were not cut to 7: stored as 16 they have a fifth bit, which runs over into the other half or out of the byte.",
+    says="Codes of 8 were not cut to 7: stored as 16 they have a fifth bit, which runs over into the "
+    "other half or out of the byte.",
 )
 mistake(
     "int4-groups",

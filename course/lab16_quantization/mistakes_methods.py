@@ -133,8 +133,8 @@ def dead_channels_kept(weight, x, group, steps=20):
 
 
 AT_THE_START = (
-    "Every column is rounded as it was at the start, so none makes good for another: round `left`, and move the columns "
-    "to come by row j of U (below its diagonal U is 0)."
+    "Every column is rounded as it was at the start, so none makes good for another: round `left`, and move the "
+    "columns to come by row j of U (below its diagonal U is 0)."
 )
 mistake(
     "gptq-columns",
