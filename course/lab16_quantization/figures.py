@@ -18,9 +18,10 @@ LABELS = {  # of points that lie close together: offset and alignment
     "float32": ((0, 12), "center"),
     "int4, groups of 128": ((-2, 16), "center"),
     "int4, groups of 32": ((10, -3), "left"),
-    "int8": ((10, -3), "left"),
+    "int8": ((10, 4), "left"),
     "NF4": ((-4, -14), "center"),
 }
+RIGHT_LABELS = LABELS | {"int4, groups of 32": ((-14, -16), "center")}  # of the panel on the right
 
 
 # Pure functions of parameters, for sliders.
@@ -101,7 +102,7 @@ def draw_noise(found: dict[str, list[tuple[float, float]]]) -> Figure:
     axes.plot(bits, start[1] + 6.02 * (bits - start[0]), color=MUTED, linestyle=":", marker="", label="6.02 dB a bit")
     axes.set(xlabel="bits per weight, scales included", ylabel="signal to noise (dB)")
     axes.margins(y=0.12)
-    message = "Smaller groups pay down to about 64 weights; after that a bit is better spent on the codes"
+    message = "Smaller groups pay down to about 64 weights; below, bits belong in the codes"
     headline(axes, message, "All layers of the committed target")
     axes.legend(loc="lower right")
     return figure
@@ -133,12 +134,12 @@ def draw_formats(found: list[Measured]) -> Figure:
     for index, each in enumerate(found):
         drawn = look(index)
         place = {"linestyle": "", "color": drawn.color, "marker": drawn.marker, "markersize": 7}
-        points = [(right, 1 / each.seconds)] + [(left, each.kl)] * (
-            index > 0
-        )  # the original is no distance from itself
-        for axes, height in points:
+        points = [(right, 1 / each.seconds, RIGHT_LABELS)]
+        if index:  # the original is no distance from itself
+            points.append((left, each.kl, LABELS))
+        for axes, height, labels in points:
             axes.plot(each.bytes / 1e6, height, **place)
-            offset, side = LABELS.get(each.name, ((10, 0), "left"))
+            offset, side = labels.get(each.name, ((10, 0), "left"))
             axes.annotate(each.name, (each.bytes / 1e6, height), xytext=offset, textcoords="offset points",
                           fontsize=9, ha=side, va="center")  # fmt: skip
     left.set(ylabel="KL to the original (nats)", yscale="log")
