@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_knees_are_on_the_grid_of_the_figure():
 
 def test_what_a_bit_gains_in_smaller_groups_is_what_the_text_says():
     points = experiments.noise_by_group((256, 128, 64, 32))["int4"]
-    gains = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(points, points[1:], strict=False)]
+    gains = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(points)]
     assert said(
         r"gains ([\d.]+) dB for each bit that it adds, from 128 to 64 ([\d.]+) dB, from 64 to 32 ([\d.]+) dB"
     ) == (pytest.approx(gains, abs=0.06))
