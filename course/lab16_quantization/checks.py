@@ -88,8 +88,7 @@ def _judge_int4(quantize: Callable, dequantize: Callable, weight: Tensor, group:
     packed, scale = expect_pair(quantize(weight, group), asked, *shapes, who=f"{name}: quantize_int4")
     expect_unchanged(weight, before, "weight")
     if not torch.equal(scale.float(), grid.scale):
-        said = f"{name}: your scales are {_show(scale)}, and 2 · max|w| / 15 of each group is {_show(grid.scale)}."
-        raise CheckFailed(said, evidence=scale)
+        raise CheckFailed(f"{name}: {_wrong_scale(scale.float(), weight, group, grid.scale)}", evidence=scale)
     if not torch.equal(packed, format.pack(codes)):
         theirs, ours = packed.flatten().tolist(), format.pack(codes).flatten().tolist()
         place = next(i for i, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1])
@@ -112,6 +111,17 @@ def _judge_int4(quantize: Callable, dequantize: Callable, weight: Tensor, group:
         row(f"{name}: bits per weight", predict.bits_per_weight(4, group), bits),
         row("    largest error, in steps: at most 1/2 (and the scale's rounding)", True, worst <= 0.55),
     ]
+
+
+def _wrong_scale(found: Tensor, weight: Tensor, group: int, right: Tensor) -> str:
+    """Which scale is wrong, that of the first such group."""
+    output, place = (int(i) for i in (found != right).nonzero()[0])
+    who, is_ = f"group {place} of output {output}", f"{found[output, place]:.5g}"
+    largest = float(weight[output, place * group : (place + 1) * group].abs().max())
+    if largest == 0:
+        return f"{who} is all zeros: a group of zeros has the scale 1, and yours is {is_}."
+    told = f"2 · max|w| / 15 of it, with max|w| = {largest:.5g}, is {right[output, place]:.5g} in bfloat16"
+    return f"your scale of {who} is {is_}; {told}."
 
 
 def _show(values: Tensor) -> str:

@@ -23,14 +23,15 @@ ANSWERS = answers_of("16_quantization")
     hints=(
         "Try the candidates one after the other. For each: what would the layer return with rounded weights, and how "
         "far is that from x @ weight.T?",
-        "s = x.abs().mean(0) ** (i / steps); rounded = round_int4(weight * s, group); output = (x / s) @ rounded.T. "
-        "Inputs must be divided by what the weights were multiplied with, or the outputs are those of another layer.",
+        "s = x.abs().mean(0).clamp_min(1e-4) ** (i / steps); rounded = round_int4(weight * s, group); output = (x / s) "
+        "@ rounded.T. Inputs must be divided by what the weights were multiplied with, or the outputs are those of "
+        "another layer.",
     ),
 )
 def check_awq(learner: Callable) -> Receipt:
     rows, chosen, wrong = [], [], ""
     sizes = [(16, 8, 4, -0.6, 1.0), (32, 16, 20, 0.0, 1.0), (24, 8, 10, 0.6, 1.0), (32, 8, 12, -0.3, 0.01)]
-    sizes.append((8 * random.randint(5, 9), 8, random.randint(6, 12), -1.0, 1.0))
+    sizes += [(16, 8, 5, -1.5, 1.0), (8 * random.randint(5, 9), 8, random.randint(6, 12), -1.0, 1.0)]
     for inputs, group, steps, lean, size in sizes:
         weight, x, errors = _case_of_awq(inputs, group, steps, lean, size)
         best = min(range(steps + 1), key=errors.__getitem__)
@@ -57,17 +58,24 @@ def check_awq(learner: Callable) -> Receipt:
 def _case_of_awq(inputs: int, group: int, steps: int, lean: float, size: float) -> tuple[Tensor, Tensor, list[float]]:
     """Weights, inputs with some large channels, and the error of each candidate.
 
-    lean: how weights go with inputs, in powers of these; size: of all inputs. Unless weights grow with inputs, the best
-    α is an inner one and clearly better than the ends and the middle: then mistakes make a difference.
+    lean: how weights go with inputs, in powers of these; size: of all inputs. With lean > 0 the best α is 0, below -1
+    it is 1, by 5 % or more. Otherwise it is an inner one and clearly better than the ends and the middle: then mistakes
+    make a difference. One channel of 32 is always 0, and its weights are too small to be the largest of their group.
     """
     while True:
         loud = torch.exp(1.5 * torch.randn(inputs))
         x = size * (torch.randn(60, inputs) * loud + torch.randn(inputs))
         weight = torch.randn(random.randint(5, 12), inputs) * loud**lean
-        mean = x.abs().mean(0)
+        if inputs == 32:
+            x[:, 3], weight[:, 3] = 0, 1e-4 * weight[:, 3]
+        mean = x.abs().mean(0).clamp_min(1e-4)
         errors = [_error(weight, x, mean ** (step / steps), group) for step in range(steps + 1)]
-        others = [errors[0], errors[-1], errors[steps // 2]]
-        if lean > 0 or min(others) > 1.02 * min(errors):
+        if lean > 0 or lean < -1:
+            best = 0 if lean > 0 else steps
+            clear = 1.05 * errors[best] < min(errors[:best] + errors[best + 1 :])
+        else:
+            clear = min(errors[0], errors[-1], errors[steps // 2]) > 1.02 * min(errors)
+        if clear:
             return weight, x, errors
 
 
@@ -123,9 +131,11 @@ def _judge_gptq(learner: Callable, outputs: int, inputs: int) -> list:
     right = by_inverting(weight, gram, lambda column, j: torch.round(column / step[j]) * step[j])
     plain = torch.round(weight / step) * step
     if not float((found - right).abs().max()) <= 1e-6:
-        wrong = ((found - right).abs() > 1e-6).any(0).nonzero().flatten().tolist()
-        said = f"{name}: columns {_short(wrong)} are not what the method gives: the first wrong one has "
-        said += f"{found[0, wrong[0]]:.4f} on top, not {right[0, wrong[0]]:.4f}."
+        wrong = ~((found - right).abs() <= 1e-6)  # NaN is wrong, too
+        columns = wrong.any(0).nonzero().flatten().tolist()
+        j, i = columns[0], int(wrong[:, columns[0]].int().argmax())
+        said = f"{name}: in {_columns(columns)} your weights are not what the method gives: row {i} of column {j} is "
+        said += f"{found[i, j]:.4f}, and it is {right[i, j]:.4f}."
         raise CheckFailed(said, evidence=found)
     on_grid = (found / step - torch.round(found / step)).abs().max() < 1e-6
     errors = [float(((rounded - weight) @ gram * (rounded - weight)).sum()) for rounded in (found, plain)]
@@ -145,6 +155,10 @@ def by_inverting(weight: Tensor, gram: Tensor, nearest: Callable) -> Tensor:
         rounded[:, j] = nearest(left[:, j], j)
         left[:, j:] -= ((left[:, j] - rounded[:, j]) / inverse[0, 0])[:, None] * inverse[0]
     return rounded
+
+
+def _columns(numbers: list[int]) -> str:
+    return f"column{'s' if len(numbers) > 1 else ''} {_short(numbers)}"
 
 
 def _short(numbers: list[int]) -> str:

@@ -14,6 +14,14 @@ from minillm.predict.serving import quantization as predict
 
 GROUPS = (256, 128, 64, 32, 16)
 SHOWN = 128  # weights of the row that is drawn
+LABELS = {  # of points that lie close together: offset and alignment
+    "float32": ((0, 12), "center"),
+    "int4, groups of 128": ((-2, 16), "center"),
+    "int4, groups of 32": ((10, -3), "left"),
+    "int8": ((10, 4), "left"),
+    "NF4": ((-4, -14), "center"),
+}
+RIGHT_LABELS = LABELS | {"int4, groups of 32": ((-14, -16), "center")}  # of the panel on the right
 
 
 # Pure functions of parameters, for sliders.
@@ -50,8 +58,10 @@ def grid_of_a_row(bits: int = 4, group: int = 32, outlier: float = 5.0) -> Figur
 
 def speedup_by_batch(bits: float = 4.125, batch: int = 16, context: int = 0) -> Figure:
     """Times faster than 16-bit weights by batch, for the 8B model on one H100, with a mark at the chosen batch."""
-    batches = np.unique(np.geomspace(1, 1024, 60).round().astype(int))
     cost = formulas.with_bits(bits)
+    knees = [formulas.knee(each, context) for each in (formulas.PLAIN, cost, formulas.EIGHT)]
+    corners = [int(knee) + more for knee in knees if knee < 1024 for more in (0, 1)]
+    batches = np.unique(np.append(np.geomspace(1, 1024, 60).round().astype(int), corners))
 
     def faster(count: int, small) -> float:
         work = [(context, 1)] * int(count)
@@ -92,7 +102,8 @@ def draw_noise(found: dict[str, list[tuple[float, float]]]) -> Figure:
     axes.plot(bits, start[1] + 6.02 * (bits - start[0]), color=MUTED, linestyle=":", marker="", label="6.02 dB a bit")
     axes.set(xlabel="bits per weight, scales included", ylabel="signal to noise (dB)")
     axes.margins(y=0.12)
-    headline(axes, "A bit gains 6 dB as a code, and less as more scales", "All layers of the committed target")
+    message = "Smaller groups pay down to about 64 weights; below, bits belong in the codes"
+    headline(axes, message, "All layers of the committed target")
     axes.legend(loc="lower right")
     return figure
 
@@ -122,10 +133,15 @@ def draw_formats(found: list[Measured]) -> Figure:
     figure, (left, right) = subplots(1, 2, width=9, height=3.9)
     for index, each in enumerate(found):
         drawn = look(index)
-        place = {"linestyle": "", "color": drawn.color, "marker": drawn.marker, "markersize": 8}
+        place = {"linestyle": "", "color": drawn.color, "marker": drawn.marker, "markersize": 7}
+        points = [(right, 1 / each.seconds, RIGHT_LABELS)]
         if index:  # the original is no distance from itself
-            left.plot(each.bytes / 1e6, each.kl, **place)
-        right.plot(each.bytes / 1e6, 1 / each.seconds, label=each.name, **place)
+            points.append((left, each.kl, LABELS))
+        for axes, height, labels in points:
+            axes.plot(each.bytes / 1e6, height, **place)
+            offset, side = labels.get(each.name, ((10, 0), "left"))
+            axes.annotate(each.name, (each.bytes / 1e6, height), xytext=offset, textcoords="offset points",
+                          fontsize=9, ha=side, va="center")  # fmt: skip
     left.set(ylabel="KL to the original (nats)", yscale="log")
     right.set(ylabel="tokens per second", yscale="log")
     left.set_title("Error on held-out text: lower is better")
@@ -137,7 +153,6 @@ def draw_formats(found: list[Measured]) -> Figure:
     log_ticks(left.yaxis)
     log_ticks(right.yaxis)
     headline(figure, "Rounding costs little error, and gains speed only where a kernel reads the codes")
-    figure.legend(loc="outside lower center", ncols=4)
     return figure
 
 

@@ -1,5 +1,6 @@
 """Lab 16's arithmetic: an 8B model on an H100 in three formats, a 70B model on one card, ways to leave weights out."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,14 @@ def with_bits(bits: float) -> StepCost:
 
 
 FOUR = with_bits(INT4_BITS)
+
+
+def knee(cost: StepCost, context: int = 0) -> float:
+    """Sequences from which a decode step is limited by compute; infinity where their caches always take longer."""
+    weights = cost.weight_bytes / cost.bandwidth
+    memory = cost.kv_bytes * (context + 1) / cost.bandwidth
+    compute = (2 * cost.parameters + cost.pair_flops * (context + 1)) / cost.flops
+    return weights / (compute - memory) if compute > memory else math.inf
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,11 @@ WAYS: tuple[tuple[str, float, Callable[[Tensor, Tensor], Tensor]], ...] = (
     ("int4, groups of 128", INT4_BITS, _int4),
     ("2:4, by size", 9.0, lambda weight, gram: weight * two_of_four_mask(weight)),
     ("2:4, by size and inputs (Wanda)", 9.0, lambda w, gram: w * two_of_four_mask(w, gram.diagonal().sqrt())),
-    ("half of each output left out, by size", 16.0, lambda weight, gram: weight * magnitude_mask(weight, 0.5)),
+    (
+        "half of each output's weights left out, by size",
+        16.0,
+        lambda weight, gram: weight * magnitude_mask(weight, 0.5),
+    ),
     ("rank for half the numbers, SVD", 8.0, lambda weight, gram: _low_rank(weight, None)),
     ("the same, for these inputs (SVD-LLM)", 8.0, _low_rank),
 )

@@ -84,7 +84,26 @@ mistake(
     "int4-groups",
     "0 / 0 in a group of zeros",
     {"scale = torch.where(scale == 0, 1, scale)": ""},
-    expect="scales are",
+    expect="a group of zeros has the scale 1, and yours is 0",
+)
+mistake(
+    "int4-groups",
+    "a small scale in a group of zeros",
+    {"torch.where(scale == 0, 1, scale)": "scale.clamp(min=1e-8)"},
+    expect="a group of zeros has the scale 1, and yours is 1.*e-08",
+)
+mistake(
+    "int4-groups",
+    "8 not cut to 7",
+    {".clamp(-8, 7)": ""},
+    says="Codes of 8 were not cut to 7: stored as 16 they have a fifth bit, which runs over into the "
+    "other half or out of the byte.",
+)
+mistake(
+    "int4-groups",
+    "cut at -7",
+    {".clamp(-8, 7)": ".clamp(-7, 7)"},
+    says="Codes were cut at -7, and they run from -8 to 7.",
 )
 mistake("int4-groups", "one code to a byte", {"halves[:, 0::2] | (halves[:, 1::2] << 4), scale": "halves, scale"},
         expect="uint8 \\[out, in / 2\\]")  # fmt: skip

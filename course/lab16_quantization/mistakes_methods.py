@@ -70,6 +70,24 @@ mistake(
     {"range(steps + 1)": "(0, steps)"},
     says="Only α = 0 and α = 1 were tried.",
 )
+mistake(
+    "awq-search",
+    "without α = 1",
+    {"range(steps + 1)": "range(steps)"},
+    says="α = 1 was not tried: range(steps) ends before it.",
+)
+mistake(
+    "awq-search",
+    "without α = 0",
+    {"range(steps + 1)": "range(1, steps + 1)"},
+    says="α = 0, no factors at all, was not tried: sometimes nothing beats it.",
+)
+mistake(
+    "awq-search",
+    "a channel of zeros divides by zero",
+    {".clamp_min(1e-4)": ""},
+    says="A channel that is always 0 has mean|x| = 0: x / s is NaN there for every α but 0, and so is the error.",
+)
 mistake("awq-search", "one factor for all", {"x.abs().mean(0)": "x.abs().mean().expand(x.shape[1])"},
         says="All inputs got the same factor, which changes nothing about rounding.")  # fmt: skip
 mistake("awq-search", "rounded weights returned", {"best, least = factors, error": "best, least = rounded, error"},
@@ -80,7 +98,7 @@ mistake("awq-search", "multiplies its input in place", {"rounded = round_int4(we
 
 @alternative("awq-search", "by the Gram matrix, every error first")
 def by_gram(weight, x, group, steps=20):
-    gram, size = x.double().T @ x.double(), x.abs().sum(0) / len(x)
+    gram, size = x.double().T @ x.double(), (x.abs().sum(0) / len(x)).clamp_min(1e-4)
 
     def error(alpha):
         off = (right.round_int4(weight * size**alpha, group) / size**alpha - weight).double()
@@ -93,22 +111,49 @@ def by_gram(weight, x, group, steps=20):
 def centred(weight, x, group, steps=20):
     found = []
     for step in reversed(range(steps + 1)):
-        factors = x.abs().mean(0) ** (step / steps)
+        factors = x.abs().mean(0).clamp_min(1e-4) ** (step / steps)
         factors = factors * 2.0 ** -torch.log2((factors.max() * factors.min()).sqrt()).round()
         off = (x / factors) @ right.round_int4(weight * factors, group).T - x @ weight.T
         found.append((float(off.square().sum()), factors))
     return min(found, key=lambda each: each[0])[1]
 
 
+@alternative("awq-search", "a channel of zeros keeps its weights")
+def dead_channels_kept(weight, x, group, steps=20):
+    size = x.abs().mean(0)
+    size, wanted, found = torch.where(size == 0, torch.ones_like(size), size), x @ weight.T, []
+    for step in range(steps + 1):
+        factors = size ** (step / steps)
+        error = (x / factors) @ right.round_int4(weight * factors, group).T - wanted
+        found.append((float(error.square().sum()), step, factors))
+    return min(found)[2]
+
+
 # GPTQ.
 
 
+AT_THE_START = (
+    "Every column is rounded as it was at the start, so none makes good for another: round `left`, and move the "
+    "columns to come by row j of U (below its diagonal U is 0)."
+)
 mistake(
     "gptq-columns",
     "rounding to nearest",
     {"left[:, j + 1 :] -= error[:, None] * upper[j, j + 1 :]": "pass"},
-    says="No column makes good for another: this is rounding to nearest. Is each column rounded as those before it "
-    "have left it, and is it row j of U that moves the others?",
+    says=AT_THE_START,
+)
+mistake(
+    "gptq-columns",
+    "rounded as it was at the start",
+    {"nearest(left[:, j], j)": "nearest(weight[:, j], j)"},
+    says=AT_THE_START,
+)
+mistake("gptq-columns", "U transposed", {"upper[j, j + 1 :]": "upper[j + 1 :, j]"}, says=AT_THE_START)
+mistake(
+    "gptq-columns",
+    "a wrong column says its row",
+    {"return rounded": "rounded[-1, -1] += 1\n    return rounded"},
+    expect="in column [0-9]+ your weights.*row [1-9]",
 )
 mistake(
     "gptq-columns",

@@ -77,6 +77,26 @@ def of_both_signs(keys):
     return (keys / scale.unsqueeze(2)).round().clamp(-128, 127).to(torch.int8), scale
 
 
+# ±m is ±127.5 steps: rounding in another order takes -m to -127 or to -128. All of these are right.
+
+
+def _orders(name, steps, scale_of=lambda size: 2 * size / 255, rounded=torch.round):
+    def quantize(keys):
+        size = keys.abs().amax(-1)
+        scale = torch.where(size > 0, scale_of(size), 1)
+        codes = rounded(steps(keys, torch.where(size > 0, size, 127.5)[..., None], scale[..., None]))
+        return codes.clamp(-128, 127).to(torch.int8), scale
+
+    alternative("int8-kv", name)(quantize)
+
+
+_orders("times 127.5 / m", lambda keys, size, scale: keys * (127.5 / size))
+_orders("times 1 / scale", lambda keys, size, scale: keys * (1 / scale))
+_orders("in float64", lambda keys, size, scale: keys.double() / scale.double())
+_orders("scale of m * (2 / 255)", lambda keys, size, scale: keys / scale, lambda size: size * (2 / 255))
+_orders("rounded by floor", lambda keys, size, scale: keys / scale, rounded=lambda steps: (steps + 0.5).floor())
+
+
 # Two of four.
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -73,6 +74,39 @@ def test_limits_of_the_speedup_are_those_that_the_interview_names():
     assert said(r"is ([\d.]+) times \(section 4\)") == (
         round(16 / predict.cache_bits_per_number(8, 128, scale_bits=32), 2),
     )
+
+
+def test_the_head_in_16_bits_gives_the_other_pair_of_numbers():
+    all_, batch, kept, knee = said(
+        r"in 4.125 bits: ([\d.]+) times, up to (\d+) seq.* in 16 bits, .*: ([\d.]+) times, up to (\d+) sequences. "
+    )
+    bits = predict.bits_per_weight(4, 128)
+    assert all_ == round(predict.speedup(1, bits, 16, *speed.H100), 2)
+    assert batch == int(predict.batch_of_full_speedup(bits, *speed.H100))
+    assert kept == pytest.approx(formulas.PLAIN.step([(0, 1)]) / formulas.FOUR.step([(0, 1)]), abs=0.005)
+    assert knee == int(formulas.knee(formulas.FOUR))
+
+
+@pytest.mark.parametrize("cost", [formulas.PLAIN, formulas.FOUR, formulas.EIGHT])
+@pytest.mark.parametrize("context", [0, 64])
+def test_knee_is_where_compute_takes_over(cost, context):
+    before, after = int(formulas.knee(cost, context)), int(formulas.knee(cost, context)) + 1
+    memory = [(cost.weight_bytes + cost.kv_bytes * count * (context + 1)) / cost.bandwidth for count in (before, after)]
+    times = [cost.step([(context, 1)] * count) for count in (before, after)]
+    assert times[0] == pytest.approx(memory[0]) and times[1] > memory[1] * (1 + 1e-9)
+
+
+def test_knees_are_on_the_grid_of_the_figure():
+    [curve, *_] = pictures.speedup_by_batch(4.125, 16, 0).axes[0].lines
+    assert {91, 92, 295, 296} <= set(curve.get_xdata())
+
+
+def test_what_a_bit_gains_in_smaller_groups_is_what_the_text_says():
+    points = experiments.noise_by_group((256, 128, 64, 32))["int4"]
+    gains = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(points)]
+    assert said(
+        r"gains ([\d.]+) dB for each bit that it adds, from 128 to 64 ([\d.]+) dB, from 64 to 32 ([\d.]+) dB"
+    ) == (pytest.approx(gains, abs=0.06))
 
 
 def test_planted_outliers_change_nothing_but_the_rounding():
