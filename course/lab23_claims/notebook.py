@@ -10,7 +10,7 @@
 # # 23 · Common claims
 #
 # **A claim is worth what decides it: vote first, then run it.**
-# Stands on labs 00 to 15 (what they measured).
+# Stands on labs 00 to 16 (what they measured).
 #
 # Ninety-nine statements of the kind that interviews bring up: some true, some false, and a third that depends. You vote; the
 # next cell runs what decides each one, on real ranks, in a simulation or by the course's formulas, and says under which condition

@@ -70,7 +70,11 @@ class EngineCore:
                 speculation.draft(step)
             hidden = speculation is not None and speculation.wants_hidden
             inputs = self.builder.build(step, sampled=speculation is None, hidden=hidden)
-            step.outputs = self.runner.execute(inputs)
+            try:
+                step.outputs = self.runner.execute(inputs)
+            except Exception:
+                self.scheduler.pool.moves[:0] = map(tuple, inputs.moves[self.runner.moved :].tolist())
+                raise
             self.requests.end_cancelled()  # what was cancelled during the pass gets no token
             step.stage = "sampling"
             self.next_tokens.advance(step)

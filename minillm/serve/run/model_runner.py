@@ -42,7 +42,7 @@ class Runner:
     """The model, keys and values, block tables, and the ids that the step before sampled.
 
     table_rows, table_width: size of the block tables. graphs: sequences of the largest step that is replayed as a CUDA
-    graph (`decode_graphs.py`); 0 = none is.
+    graph (`decode_graphs.py`); 0 = none is. moved: how many moves of the last step were carried out.
     """
 
     def __init__(
@@ -58,12 +58,14 @@ class Runner:
         self.model, self.cache, self.backend = model, cache, backend
         self.tables = BlockTables(table_rows, table_width, cache.pool.device)
         self.graphs = DecodeGraphs(model, cache, backend, self.tables, graphs) if graphs else None
+        self.moved = 0
         self._sampled: Tensor | None = None
 
     @torch.inference_mode()
     def execute(self, step: StepInputs) -> StepOutputs:
         """The pass, and the sampling if it is asked for. Nobody waits for the device here."""
         before, self._sampled = self._sampled, None
+        self.moved = 0
         self._move_blocks(step.moves)
         outputs = self._forward(step, before)
         if len(step.allowed_rows):
@@ -81,6 +83,7 @@ class Runner:
                 self.cache.to_host([source], [target])
             else:
                 self.cache.from_host([source], [target])
+            self.moved += 1
 
     def _forward(self, step: StepInputs, before: Tensor | None) -> StepOutputs:
         tables, device = self.tables, self.cache.pool.device

@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import fields
+from itertools import count
 
 import numpy as np
 import pytest
@@ -81,3 +82,25 @@ def test_moves_of_a_step_that_was_not_executed_are_made_up_for():
     for output, right in zip(outputs, LLM(MODEL).generate(prompts, params), strict=True):
         assert output.error or [each.ids for each in output.answers] == [each.ids for each in right.answers]
     assert all(output.error is None for output in outputs if f"{output.request_id}/0" in failed[0])
+
+
+def test_moves_that_fail_are_made_up_for():
+    """The device refuses a copy once: that step's requests fail, and no other gets wrong keys."""
+    llm, calls = LLM(MODEL, preemption="swap", **TIGHT), count(1)
+
+    def once(move):
+        def moved(*blocks):
+            if next(calls) == 3:
+                raise RuntimeError("no copy")
+            move(*blocks)
+
+        return moved
+
+    for name in ("copy", "to_host", "from_host"):
+        setattr(llm.cache, name, once(getattr(llm.cache, name)))
+    prompts, params = everything()
+    outputs = llm.generate(prompts, params)
+    for output, right in zip(outputs, LLM(MODEL).generate(prompts, params), strict=True):
+        assert output.error or [each.ids for each in output.answers] == [each.ids for each in right.answers]
+    assert any("no copy" in (output.error or "") for output in outputs) and not all(output.error for output in outputs)
+    assert llm.pool.available == llm.pool.total and llm.pool.free_host == llm.pool.num_host_blocks
