@@ -127,7 +127,7 @@ def test_a_round_is_taken_to_its_end(tmp_path, monkeypatch, round, minutes, topi
         if kind in kinds:
             assert f"{kind}s: {kinds.count(kind)} of {kinds.count(kind)} well" in seen
     assert "Done in " in seen and "Traceback" not in seen
-    wide = [line for line in seen.split("\n") if len(line) > COLUMNS]
+    wide = [line for line in seen.split("\n") if len(line) > COLUMNS and len(line.split()) > 1]  # a path is not folded
     assert not wide, f"wider than the terminal: {wide[:3]}"
 
 
