@@ -1,8 +1,6 @@
 """The Triton kernel: in Triton's interpreter on the CPU, compiled for GPUs that are not there, and on one that is."""
 
 import os
-import subprocess
-import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,20 +17,17 @@ from minillm.model.generate import generate
 from minillm.model.paged import block_by_block, default_backend, gathered, paged_attention
 from minillm.model.paged import split as paged_split
 from minillm.model.paged import triton as paged_triton
+from minillm.model.paged.quantized import QuantizedPool
 from minillm.model.paged.triton import TritonSplitKV, triton_split_kv
+from minillm.quantize.kv import KV_FORMATS
 from minillm.serve import LLM, SamplingParams
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+from tests.engine.triton_interpreter import check_in_the_interpreter, needs_triton
 
 
 @pytest.mark.full
 @needs_triton
 def test_in_the_interpreter():
-    cases = Path(__file__).with_name("interpreted_kernel.py")
-    quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore"]
-    command = [sys.executable, "-m", "pytest", *quiet, str(cases)]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_in_the_interpreter(Path(__file__).with_name("interpreted_kernel.py"))
 
 
 @needs_triton
@@ -154,6 +149,18 @@ class TestOnAGpu:
             )
             assert y.dtype is dtype and y.is_cuda
             torch.testing.assert_close(y.cpu().double(), exact, rtol=tolerance, atol=tolerance)
+
+    @pytest.mark.parametrize("name", KV_FORMATS)
+    def test_keys_and_values_in_8_bits(self, name):
+        lengths, format = [(1, 700), (70, 300), (1, 1)], KV_FORMATS[name]
+        parts, pools, tables = scattered(0, lengths, 6, 2, 16, 64)
+        q, lens = torch.cat([part[0] for part in parts]).half(), list(zip(*lengths, strict=True))
+        coded = [format.encode_rows(pool.float()) for pool in pools]
+        rounded = (format.decode_rows(codes, scale.double()) for codes, scale in coded)
+        exact = paged_attention(q.double(), *rounded, tables, *lens, window=None, backend=block_by_block)
+        there = (QuantizedPool(codes.cuda(), scale.cuda(), format) for codes, scale in coded)
+        y = paged_attention(q.cuda(), *there, tables.cuda(), *lens, window=None, backend=triton_split_kv)
+        torch.testing.assert_close(y.cpu().double(), exact, rtol=5e-3, atol=5e-3)
 
     @pytest.mark.parametrize("block_size", [1, 16])
     @pytest.mark.parametrize("window", [None, 5])

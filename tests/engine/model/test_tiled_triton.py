@@ -1,8 +1,6 @@
 """The Triton kernels of tiled attention: in the interpreter, compiled for GPUs that are not there, and on one."""
 
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,18 +9,13 @@ import torch
 
 from minillm.model import dense, kernels
 from minillm.model.attention import tiled_triton
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+from tests.engine.triton_interpreter import check_in_the_interpreter, needs_triton
 
 
 @pytest.mark.full
 @needs_triton
 def test_in_the_interpreter():
-    cases = Path(__file__).with_name("interpreted_tiles.py")
-    quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore"]
-    command = [sys.executable, "-m", "pytest", *quiet, str(cases)]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_in_the_interpreter(Path(__file__).with_name("interpreted_tiles.py"))
 
 
 @needs_triton

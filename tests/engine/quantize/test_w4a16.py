@@ -2,9 +2,6 @@
 chosen."""
 
 import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,18 +12,13 @@ from minillm.quantize import kernels
 from minillm.quantize import triton as w4a16
 from minillm.quantize.formats import NF4, Float8, Int
 from minillm.quantize.linear import QuantizedLinear
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+from tests.engine.triton_interpreter import check_in_the_interpreter, needs_triton
 
 
 @pytest.mark.full
 @needs_triton
 def test_in_the_interpreter():
-    cases = Path(__file__).with_name("interpreted_w4a16.py")
-    quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore"]
-    command = [sys.executable, "-m", "pytest", *quiet, str(cases)]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_in_the_interpreter(Path(__file__).with_name("interpreted_w4a16.py"))
 
 
 @needs_triton
@@ -76,7 +68,9 @@ def test_where_it_is_chosen(format, fits, monkeypatch):
     assert kernels.choose(format, 48, groups, cuda) == kernels.DEQUANTIZE
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or find_spec("triton") is None, reason="needs a GPU and triton")
+@pytest.mark.cuda
+@needs_triton
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("format", [Int(bits=4, group=128), Int(bits=4, group=32, symmetric=False), NF4()], ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 300])
 def test_on_a_gpu(format, rows):
