@@ -1,5 +1,5 @@
-"""Cases of a Triton kernel that run in its interpreter, in a process of their own: TRITON_INTERPRET is read when a kernel
-is defined, and would stay for every other test."""
+"""Cases of a Triton kernel that run in its interpreter, in a process of their own: TRITON_INTERPRET is read when a
+kernel is defined, and would stay for every other test."""
 
 import os
 import subprocess
