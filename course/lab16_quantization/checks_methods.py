@@ -23,7 +23,7 @@ ANSWERS = answers_of("16_quantization")
     hints=(
         "Try the candidates one after the other. For each: what would the layer return with rounded weights, and how "
         "far is that from x @ weight.T?",
-        "s = x.abs().mean(0).clamp_min(1e-4) ** (i / steps); rounded = round_int4(weight * s, group); output = (x / s) "
+        "s = x.abs().mean(0).clamp_min(1e-4).pow(i / steps); rounded = round_int4(weight * s, group); output = (x / s) "
         "@ rounded.T. Inputs must be divided by what the weights were multiplied with, or the outputs are those of "
         "another layer.",
     ),
