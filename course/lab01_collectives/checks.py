@@ -1,7 +1,8 @@
 """Lab 01, collectives: ring, tree, two levels and all-to-all, from messages between two ranks.
 
-Every check tries the learner's function on groups of 1 to 5 (the tree: 7) real ranks with fresh inputs and asks:
-are the values right, did the messages do it, and did they carry as many bytes as the formula says?
+Every check tries the learner's function on groups of 1 to 5 real ranks with fresh inputs, and on one larger group whose
+size is drawn, and asks: are the values right, did the messages do it, and did they carry as many bytes as the formula
+says?
 """
 
 import random
@@ -30,7 +31,7 @@ from minillm.predict import comms
     ),
 )
 def check_reduce_scatter(learner: Callable) -> Receipt:
-    cases = judge.draw_cases()
+    cases = [*judge.draw_cases(), *judge.draw_larger()]
     trials = try_on_ranks(learner, cases)
     for case, ranks in zip(cases, trials, strict=True):
         total = torch.stack(list(case.inputs)).sum(0).chunk(case.world_size)
@@ -58,7 +59,7 @@ def check_reduce_scatter(learner: Callable) -> Receipt:
     ),
 )
 def check_all_gather(learner: Callable) -> Receipt:
-    cases = judge.draw_cases()
+    cases = [*judge.draw_cases(), *judge.draw_larger()]
     trials = try_on_ranks(learner, cases)
     for case, ranks in zip(cases, trials, strict=True):
         known, wanted = {f"rank {r}'s tensor": x for r, x in enumerate(case.inputs)}, torch.cat(list(case.inputs))
@@ -91,7 +92,8 @@ def _gathered(cost: Callable[..., comms.Cost]) -> Callable[..., comms.Cost]:
     ),
 )
 def check_all_reduce(learner: Callable) -> Receipt:
-    cases, means = judge.draw_cases(), judge.draw_cases(("avg",), worlds=(4, 3))
+    cases = [*judge.draw_cases(), *judge.draw_larger()]
+    means = judge.draw_cases(("avg",), worlds=(4, 3))
     trials = try_on_ranks(learner, [*cases, *means])
     for case, ranks in zip([*cases, *means], trials, strict=True):
         total = torch.stack(list(case.inputs)).sum(0)
@@ -100,9 +102,10 @@ def check_all_reduce(learner: Callable) -> Receipt:
             name = judge.who(rank, case) + (' with op="avg"' if case.arguments else "")
             judge.in_place(name, trial, case.inputs[rank], wanted, partial(judge.say_all_reduce, case))
     refuse_ready_made(trials)
-    sums = trials[: len(cases)]
-    rows = judge.byte_rows(cases, sums, comms.ring_all_reduce, "reduce-scatter first, then gather only finished chunks")
-    judge.neighbours_only(cases, sums)
+    sums, advice = trials[: len(cases)], "reduce-scatter first, then gather only finished chunks"
+    rows = judge.byte_rows(cases, sums, comms.ring_all_reduce, advice)
+    judge.byte_rows(means, trials[len(cases) :], comms.ring_all_reduce, f'with op="avg": {advice}')
+    judge.neighbours_only([*cases, *means], trials)
     return receipt("ring all-reduce: 2P(N-1)/N bytes per rank", [*rows, *judge.message_rows(cases, sums, laps=2)])
 
 
@@ -120,6 +123,7 @@ def check_broadcast(learner: Callable) -> Receipt:
     cases = judge.draw_cases((0,), worlds=(*judge.WORLDS, 7), divisible=False)
     for world in (4, 5):
         cases += judge.draw_cases((random.randrange(1, world),), worlds=(world,), divisible=False)
+    cases += judge.draw_larger((0,), worlds=(9, 10), divisible=False)
     trials = try_on_ranks(learner, cases)
     for case, ranks in zip(cases, trials, strict=True):
         (root,) = case.arguments
@@ -127,8 +131,9 @@ def check_broadcast(learner: Callable) -> Receipt:
             name, say = f"{judge.who(rank, case)} with root={root}", partial(judge.say_broadcast, case, rank)
             judge.in_place(name, ranks[rank], case.inputs[rank], case.inputs[root], say)
     refuse_ready_made(trials)
-    judged = [judge.judge_tree(case, ranks) for case, ranks in zip(cases, trials, strict=True) if case.world_size > 2]
-    return receipt("tree broadcast: P(N-1) bytes in ceil(log2 N) rounds", [row for rows in judged for row in rows])
+    judged = [(case, judge.judge_tree(case, ranks)) for case, ranks in zip(cases, trials, strict=True)]
+    rows = [row for case, rows in judged if 2 < case.world_size < 9 for row in rows]
+    return receipt("tree broadcast: P(N-1) bytes in ceil(log2 N) rounds", rows)
 
 
 @exercise(
@@ -166,7 +171,7 @@ def check_hierarchical(learner: Callable) -> Receipt:
     ),
 )
 def check_all_to_all(learner: Callable) -> Receipt:
-    cases = judge.draw_cases()
+    cases = [*judge.draw_cases(), *judge.draw_larger()]
     trials = try_on_ranks(learner, cases)
     for case, ranks in zip(cases, trials, strict=True):
         n = case.world_size
@@ -200,6 +205,7 @@ def check_culprit(learner: Callable) -> list[Row]:
         "a chain of receives": ({b: [low], low: [d], d: [a], a: []}, a),
         "most wait for one who waits itself": ({b: [high], c: [high], d: [high], high: [a], a: []}, a),
         "a rank waits for two, one of which waits for it": ({b: [c], c: [b, a], d: [b], a: []}, a),
+        "the same, the other way round": ({b: [c], c: [a, b], d: [b], a: []}, a),
         "the lowest rank has finished": ({low: [], b: [a], c: [a], a: []}, a),
         "the highest rank has finished": ({high: [], b: [a], c: [a], a: []}, a),
         "a circle of sends": ({a: [b], b: [c], c: [d], d: [a]}, None),

@@ -19,6 +19,7 @@ from minillm.comm import Group, Mesh
 from minillm.predict import comms
 
 WORLDS = (4, 3, 5, 2, 1)  # in the order in which a mistake is reported
+LARGER = (6, 7, 8)  # one of them is drawn, so that no number of ranks can be taken for the largest
 Layout = tuple[int, int]  # nodes, ranks per node
 
 
@@ -31,6 +32,14 @@ def draw_cases(
         size = random.randint(3, 9) * (world if divisible else 1)
         cases.append(CollectiveCall([whole_numbers(draw, size) for _ in range(world)], arguments))
     return cases
+
+
+def draw_larger(
+    arguments: tuple[Any, ...] = (), worlds: Sequence[int] = LARGER, divisible: bool = True
+) -> list[CollectiveCall]:
+    """One case more, in float64, of a number of ranks that no receipt shows: judged, but without rows."""
+    (case,) = draw_cases(arguments, (random.choice(worlds),), divisible)
+    return [CollectiveCall([x.double() for x in case.inputs], arguments)]
 
 
 def who(rank: int, case: CollectiveCall) -> str:
@@ -167,18 +176,21 @@ def byte_rows(
         predicted = cost(x.numel(), x.element_size(), case.world_size).sent_per_rank
         most = max(trial.bytes for trial in ranks)
         rows[case.world_size] = row(f"bytes sent per rank, N={case.world_size}", max(predicted), most, "B")
-    rows = [rows[n] for n in sorted(rows) if n > 1]
-    for found in reversed(rows):
+    for n, found in reversed([(n, rows[n]) for n in sorted(rows) if n > 1]):
         if found.measured > found.predicted:
-            n = int(found.name[-1])
             if found.measured * (n - 1) == found.predicted * n:  # P instead of P(N-1)/N
                 advice = f"is that one round too many? {n - 1} rounds are enough to pass every chunk on"
             raise CheckFailed(
-                f"right values, but a rank sent {found.measured:,} bytes (N={found.name[-1]}) where "
+                f"right values, but a rank sent {found.measured:,} bytes (N={n}) where "
                 f"{found.predicted:,} are enough, {found.measured / found.predicted:.2g} times as many: {advice}",
-                rows,
+                _shown(rows),
             )
-    return rows
+    return _shown(rows)
+
+
+def _shown(rows: dict[int, Row]) -> list[Row]:
+    """Rows by number of ranks, smallest first, without the one that was drawn."""
+    return [rows[n] for n in sorted(rows) if n > 1 and n not in LARGER]
 
 
 def neighbours_only(cases: Sequence[CollectiveCall], trials: Sequence[Sequence[Trial]]) -> None:
@@ -196,11 +208,14 @@ def neighbours_only(cases: Sequence[CollectiveCall], trials: Sequence[Sequence[T
 
 
 def message_rows(cases: Sequence[CollectiveCall], trials: Sequence[Sequence[Trial]], laps: int = 1) -> list[Row]:
-    """Messages and rounds of the largest world. Rounds have no verdict: taking turns is slower, but correct."""
-    case, ranks = max(zip(cases, trials, strict=True), key=lambda pair: pair[0].world_size)
+    """Messages and rounds of the largest world. No verdict: taking turns is slower, and half of each chunk may go round
+    the other way, but both are correct."""
+    shown = [pair for pair in zip(cases, trials, strict=True) if pair[0].world_size not in LARGER]
+    case, ranks = max(shown, key=lambda pair: pair[0].world_size)
     least = laps * (case.world_size - 1)
+    sent = max(trial.messages for trial in ranks)
     return [
-        row(f"messages per rank, N={case.world_size}", least, max(trial.messages for trial in ranks)),
+        row(f"messages per rank, N={case.world_size}", least if sent <= least else None, sent),
         row(f"rounds, N={case.world_size} ({least} if all send at once)", None, rounds([t.steps for t in ranks])),
     ]
 

@@ -122,8 +122,30 @@ def posts_and_waits(x, group):
     return rows[r : r + 1]
 
 
+mistake(
+    "ring-reduce-scatter",
+    "buffer-of-float32",
+    {"torch.empty_like(chunks[0])": "torch.empty(chunks[0].numel())"},
+    expect="float64",
+)
+
+
+@alternative("ring-reduce-scatter", "half-of-each-chunk-each-way")
+def both_directions(x, group):
+    n, r = group.world_size, group.rank
+    halves = [chunk.clone().tensor_split(2) for chunk in x.chunk(n)]
+    for s in range(n - 1):
+        for half, way in enumerate((1, -1)):
+            arriving = torch.empty_like(halves[0][half])
+            leaving = halves[(r - way * (s + 1)) % n][half]
+            group.exchange(send=(leaving, (r + way) % n), recv=(arriving, (r - way) % n))
+            halves[(r - way * (s + 2)) % n][half].add_(arriving)
+    return torch.cat(halves[r])
+
+
 # Ring all-gather
 
+mistake("ring-all-gather", "at-most-five-ranks", {"range(n - 1)": "range(min(4, n - 1))"}, expect=r"rank \d of [678]")
 mistake(
     "ring-all-gather",
     "chunk-off-by-one",

@@ -87,6 +87,12 @@ mistake(
     {"n = group.world_size": "n, x = group.world_size, x.clone()"},
     expect="did not write them into x",
 )
+mistake(
+    "tree-broadcast",
+    "three-rounds",
+    {"while distance < n:": "while distance < min(n, 8):"},
+    expect=r"rank [89] of (9|10) with root=0 ended with x unchanged: nothing arrived",
+)
 mistake("tree-broadcast", "returns-nothing", {"return x": "return"}, expect=r"returned nothing \(None\)")
 
 
@@ -250,6 +256,15 @@ mistake(
 mistake(
     "find-the-culprit", "never-none", {"return None": "return min(waits_for)"}, expect="everybody waits for somebody"
 )
+
+
+@mistake("find-the-culprit", "last-arrow-only", expect="the same, the other way round.*not None")
+def follows_the_last_arrow(waits_for):
+    rank, seen = next(rank for rank in waits_for if waits_for[rank]), set()
+    while waits_for[rank] and rank not in seen:
+        seen.add(rank)
+        rank = waits_for[rank][-1]
+    return None if waits_for[rank] else rank
 
 
 @mistake("find-the-culprit", "only-direct", expect="not None|follow the arrow")

@@ -158,8 +158,8 @@ all_reduce = check("ring-all-reduce", all_reduce)
 #
 # The root could send $x$ to every rank itself: $N-1$ messages, one after the other. But after the first message two ranks
 # have $x$, and both can send. In a *binomial tree* every rank that has $x$ sends it on in every round, so the same $N-1$
-# messages take only $\lceil \log_2 N \rceil$ rounds. (A tree in which every rank has only two children needs more rounds
-# from 7 ranks on.)
+# messages take only $\lceil \log_2 N \rceil$ rounds. (With at most two children per rank, 8 ranks need 4 rounds instead
+# of 3.)
 
 
 # %%
