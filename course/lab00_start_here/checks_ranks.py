@@ -1,6 +1,6 @@
 """Lab 00, the first ranks: a mean over some of them, and a ledger read as a receipt.
 
-Four programs have right values; the ledger alone says which of them sent nothing, too often or too much.
+Programs of four kinds have right values; the ledger alone says which of them sent nothing, too often or too much.
 """
 
 import random
@@ -81,7 +81,7 @@ def _show(x: torch.Tensor) -> str:
     minutes=5,
     difficulty=2,
     hints=(
-        "All four programs return right values. Look at how often each called (led.calls) and how many bytes it sent "
+        "All programs return right values. Look at how often each called (led.calls) and how many bytes it sent "
         "(led.bytes()), and compare with what one ring all-reduce takes.",
         "No call at all is silent. More than 2·P·(N−1)/N bytes is wasteful, however few the calls. As many bytes, but "
         "more than one call, is chatty. What is left is fine.",
@@ -110,13 +110,14 @@ def check_read_receipt(learner: Callable) -> list[Row]:
 
 
 def _run_suspects(group: Group, elements: int) -> list[tuple[int, str, Ledger]]:
-    """(ranks, what it is, ledger of this rank) of four programs that all leave the sum over the ranks in x."""
-    programs = {"fine": _fine, "silent": _silent, "chatty": _chatty, "wasteful": _wasteful}
+    """(ranks, what it is, ledger of this rank) of programs that all leave the sum over the ranks in x."""
+    wasteful = [("wasteful", program) for program in (_gathered, _padded, _padded_in_pieces)]
+    programs = [("fine", _fine), ("silent", _silent), ("chatty", _chatty), *wasteful]
     found = []
     for size in (group.world_size, 3):
         part = group.subgroup(range(size), f"{size} ranks")
         if part.rank >= 0:
-            for verdict, program in programs.items():
+            for verdict, program in programs:
                 with ledger() as led:
                     program(part, torch.full((elements,), float(part.rank)))
                 found.append((size, verdict, led))
@@ -137,5 +138,20 @@ def _chatty(group: Group, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _wasteful(group: Group, x: torch.Tensor) -> torch.Tensor:
+def _gathered(group: Group, x: torch.Tensor) -> torch.Tensor:
     return group.all_gather(x).view(group.world_size, -1).sum(0)
+
+
+def _padded(group: Group, x: torch.Tensor) -> torch.Tensor:
+    return group.all_reduce(_with_padding(x))[: x.numel()]
+
+
+def _padded_in_pieces(group: Group, x: torch.Tensor) -> torch.Tensor:
+    padded = _with_padding(x)
+    for piece in padded.chunk(5):
+        group.all_reduce(piece)
+    return padded[: x.numel()]
+
+
+def _with_padding(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x.new_zeros(x.numel() // 4)])

@@ -270,13 +270,34 @@ mistake(
     {"2 * num_bytes * (world_size - 1) / world_size": "1.5 * num_bytes"},
     expect="you call it 'wasteful', but it is '(fine|chatty)': 5 ranks",
 )
-mistake("read-a-receipt", "own-words", {'"fine"\n': '"ok"\n'}, expect="the answer is one of fine, silent")
+mistake(
+    "read-a-receipt",
+    "one-limit-for-all",
+    {"2 * num_bytes * (world_size - 1) / world_size": "1.75 * num_bytes"},
+    expect="but it is 'wasteful': 3 ranks",
+)
 
 
-@alternative("read-a-receipt", "by-name")
+@mistake("read-a-receipt", "calls-before-bytes", expect="you call it 'chatty', but it is 'wasteful'")
+def asks_for_calls_first(led, num_bytes, world_size):
+    if led.calls.total() != 1:
+        return "chatty" if led.calls else "silent"
+    return "wasteful" if led.bytes() > 2 * num_bytes * (world_size - 1) / world_size else "fine"
+
+
+@mistake("read-a-receipt", "by-name", expect="you call it '(fine|chatty)', but it is 'wasteful'")
 def asks_for_names(led, num_bytes, world_size):
     verdicts = {(): "silent", ("all_gather",): "wasteful", ("all_reduce",): "fine"}
     return "chatty" if led.calls["all_reduce"] > 1 else verdicts[tuple(led.calls)]
+
+
+mistake("read-a-receipt", "own-words", {'"fine"\n': '"ok"\n'}, expect="the answer is one of fine, silent")
+
+
+@alternative("read-a-receipt", "beside-the-fewest-bytes")
+def in_parts_of_the_fewest_bytes(led, num_bytes, world_size):
+    share = led.bytes() * world_size / (2 * num_bytes * (world_size - 1))
+    return "silent" if not share else "wasteful" if share > 1.01 else ("fine", "chatty")[sum(led.calls.values()) > 1]
 
 
 # Alpha and beta

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 00 · Start here
 #
-# **Three measured numbers bound what a program can reach on this machine; its bytes and calls you can predict exactly.**
+# **Three measured numbers predict about how fast a program can be on this machine; bytes and calls you predict exactly.**
 # Stands on nothing before it: Python and a training loop in PyTorch are enough.
 #
 # 45 minutes with the exercises · no GPU, no network
@@ -27,7 +27,8 @@
 #
 # - **Run a cell** with Shift-Enter. Every lab also runs from top to bottom as it is: *Run → Run All Cells*.
 # - **Exercises** are functions whose body is `raise NotImplementedError`. Replace that line and run the cell: the
-#   `check(...)` under the function runs it for real, on ranks where the topic is ranks.
+#   `check(...)` under the function runs it for real. Where the topic is several devices it runs on *ranks*: processes
+#   that work together, each for one device.
 # - **A check shows a receipt**: formula, measured, verdict. It compares values, and it compares what your code
 #   *did*: calls, bytes, messages.
 # - **Not passed yet?** The check says what is wrong. `hint("matmul-cost")` opens a hint, and the next one when you call
@@ -222,9 +223,9 @@ receipts.witnesses(average)
 #
 # Four programs leave the right sum in every rank's tensor of P bytes. One is `"fine"`: a single all-reduce. One is
 # `"silent"`: it never communicates, because it happens to know the others' numbers. One is `"chatty"`: it reduces in
-# many small pieces. One is `"wasteful"`: it sends more bytes than an all-reduce would. Values cannot tell them apart,
-# and the ledger can: `led.calls` counts operations by name (a `collections.Counter`), and `led.bytes()` is what the rank
-# sent. Your function is called with ledgers of 5 and of 3 ranks.
+# many small pieces. One is `"wasteful"`: it sends more bytes than an all-reduce would, in however many calls. Values
+# cannot tell them apart, and the ledger can: `led.calls` counts operations by name (a `collections.Counter`), and
+# `led.bytes()` is what the rank sent. Your function is called with ledgers of 5 and of 3 ranks.
 
 
 # %%

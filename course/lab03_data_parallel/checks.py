@@ -6,6 +6,7 @@ mechanism? Overlap and accumulation are in `checks_overlap.py`, what is sent at 
 """
 
 import itertools
+import random
 from collections.abc import Callable
 
 import torch
@@ -49,6 +50,8 @@ def check_average(learner: Callable) -> Receipt:
     calls = ranks[0].calls["all_reduce"] / case.steps
     rows.append(row("all-reduces per step: one per tensor, or one for all", 1 if calls == 1 else tensors, calls))
     rows.append(rank_programs.byte_row(case, ranks, "each gradient needs to travel once"))
+    other = TrainingCase(world_size=random.choice((2, 4)), steps=1)
+    rank_programs.right_gradients(other, run(_averaged, other.world_size, learner, other))
     return receipt("naive data parallel on 3 ranks", rows)
 
 
@@ -88,6 +91,7 @@ def check_buckets(learner: Callable) -> Receipt:
         expected = sum(len(sizes) for sizes in _bucket_bytes(model, cap))
         rows.append(row(f"buckets, {word} cap of {cap:,} B", expected, len(found)))
     _look_at(learner, Alternating(case.size), 2 * size)  # two matrices of a dtype fill a bucket
+    _on_their_device(learner, case.model().to("meta"), size)
     ranks = run(_bucketed, case.world_size, learner, case, caps["middle"])
     if not any(trained.calls for trained in ranks):
         raise CheckFailed("there is no bucket to reduce")
@@ -136,6 +140,16 @@ def _look_at(learner: Callable, model: nn.Module, cap: int) -> list[Bucket]:
                 "close it: keep one open for each)"
             )
     return found
+
+
+def _on_their_device(learner: Callable, model: nn.Module, cap: int) -> None:
+    """CheckFailed unless flat tensors are made where the parameters are."""
+    try:
+        devices = {bucket.flat.device for bucket in learner(model.parameters(), cap)}
+    except RuntimeError as error:
+        raise CheckFailed(f"with parameters on another device than the CPU: {error}") from None
+    if devices != {torch.device("meta")}:
+        raise CheckFailed("flat is on the CPU although its parameters are not: make it with device=parameter.device")
 
 
 def _bucket_bytes(model: nn.Module, cap: int) -> tuple[list[int], list[int]]:

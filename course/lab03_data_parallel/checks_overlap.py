@@ -1,5 +1,6 @@
 """Lab 03, when to communicate: while backward still runs, and once for several microbatches."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -39,10 +40,11 @@ MICROBATCHES = 3
 )
 def check_overlap(learner: Callable) -> Receipt:
     case = TrainingCase(unused=False, steps=2)
+    matrix = case.size * case.size * 8
     try:
-        ranks = run(_overlapped, case.world_size, learner, case)
+        ranks = run(_overlapped, case.world_size, learner, case, matrix)
     except CheckFailed as hang:  # does it work at least where gradients become ready in the same order everywhere?
-        _judge_logs(run(_overlapped, case.world_size, learner, case, False))
+        _judge_logs(run(_overlapped, case.world_size, learner, case, matrix, False))
         raise CheckFailed(
             f"{hang}\nOdd ranks computed two branches in the other order: all ranks must start the same buckets in the "
             "same order, the list's, whatever becomes ready first"
@@ -62,6 +64,8 @@ def check_overlap(learner: Callable) -> Receipt:
     rows.append(row("all-reduces per step: one per bucket", len(buckets), ranks[0].calls["all_reduce"] / case.steps))
     rows.append(row("of these, started before backward ended", len(buckets), early))
     rows.append(rank_programs.byte_row(case, ranks, "start every bucket once per step"))
+    # Both branches in one bucket: the parameter that becomes ready last is not the same on all ranks.
+    _judge_logs(run(_overlapped, 2, learner, TrainingCase(2, unused=False, steps=1), 3 * matrix))
     return receipt("all-reduces during backward, on 3 ranks", rows)
 
 
@@ -97,12 +101,14 @@ def _judge_log(log: list[tuple], rank: int, buckets: list[str]) -> None:
         raise CheckFailed(f"{who} finish returns after {waited} of {len(starts)} handles were waited for")
 
 
-def _overlapped(group: Group, learner: Callable, case: TrainingCase, flip: bool = True) -> Trained:
-    """flip: odd ranks compute two branches in the other order, so their gradients become ready in another order."""
+def _overlapped(group: Group, learner: Callable, case: TrainingCase, cap: int, flip: bool = True) -> Trained:
+    """cap: bytes that fill a bucket.
+
+    flip: odd ranks compute two branches in the other order, so their gradients become ready in another order."""
     state: dict[str, Any] = {"log": []}
 
     def prepare(model: Net) -> None:
-        buckets = ANSWERS.make_buckets(model.parameters(), case.size * case.size * 8)
+        buckets = ANSWERS.make_buckets(model.parameters(), cap)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
@@ -169,7 +175,7 @@ def _note_starts(group: Group, flats: list[Tensor], state: dict[str, Any]) -> No
 )
 def check_accumulate(learner: Callable) -> Receipt:
     case = TrainingCase(world_size=2, unused=False)
-    ranks = run(_accumulated, case.world_size, learner, case)
+    ranks = run(_accumulated, case.world_size, learner, case, MICROBATCHES)
     k, per_step = MICROBATCHES, ranks[0].calls["all_reduce"] / case.steps
     buckets = int(ranks[0].note)
     if not per_step:
@@ -187,6 +193,11 @@ def check_accumulate(learner: Callable) -> Receipt:
         )
     for trained in ranks:
         _one_at_a_time(trained, rows)
+    other = TrainingCase(world_size=2, unused=False, steps=1)
+    drawn = random.choice((2, 6))
+    rank_programs.right_gradients(
+        other, run(_accumulated, 2, learner, other, drawn), {drawn / k: f"right for {k} only"}
+    )
     rows.append(row(f"all-reduces per step of {k} microbatches", buckets, per_step))
     rows.append(row("    microbatches whose activations are held at once", 1, 1))
     rows.append(rank_programs.byte_row(case, ranks, "reduce in the last microbatch only"))
@@ -219,7 +230,7 @@ def _one_at_a_time(trained: Trained, rows: list) -> None:
             )
 
 
-def _accumulated(group: Group, learner: Callable, case: TrainingCase) -> Trained:
+def _accumulated(group: Group, learner: Callable, case: TrainingCase, microbatches: int) -> Trained:
     from minillm.parallel import BucketedDDP  # ranks that check something else start without it
 
     state: dict[str, BucketedDDP] = {}
@@ -237,10 +248,10 @@ def _accumulated(group: Group, learner: Callable, case: TrainingCase) -> Trained
                 this = len(log[-1])
                 alive.add(this)
                 loss.register_hook(lambda gradient: alive.discard(this))
-                log[-1].append((len(x_), len(alive), state["ddp"].reducer.sync, len(x) // MICROBATCHES))
+                log[-1].append((len(x_), len(alive), state["ddp"].reducer.sync, len(x) // microbatches))
             return loss
 
-        learner(state["ddp"], list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)), loss_of)
+        learner(state["ddp"], list(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)), loss_of)
 
     # The first reduction finds out in which order gradients become ready; what follows is the steady state.
     model = case.model()

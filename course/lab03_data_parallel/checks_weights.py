@@ -57,6 +57,10 @@ def check_weighted(learner: Callable) -> Receipt:
     error = _relative(averaged, gradient)
     if not error <= CLOSE:
         raise CheckFailed(_say_weighted(averaged, gradient, case))
+    pair = _Tokens(case.seed, case.counts[:2])
+    averaged, expected = run(_weighted, 2, learner, pair)[0]["gradient"], pair.alone()[1]
+    if averaged is None or not _relative(averaged, expected) <= CLOSE:
+        raise CheckFailed(f"right on 3 ranks, but on 2 {_say_weighted(averaged, expected, pair)}")
     numbers = max(found["largest"] for found in ranks)
     if numbers > 8:
         raise CheckFailed(f"a tensor of {numbers} numbers was communicated where one is enough: the count of tokens")
@@ -95,15 +99,17 @@ class _Tokens:
     def alone(self) -> tuple[float, Tensor]:
         """Loss and gradient of one process that has all tokens."""
         model = self.model()
-        nll, counts = (torch.cat(parts) for parts in zip(*(self.tokens(model, r) for r in range(3)), strict=True))
+        nll, counts = (
+            torch.cat(parts) for parts in zip(*(self.tokens(model, r) for r in range(len(self.counts))), strict=True)
+        )
         loss = (nll * counts).sum() / counts.sum()
         return loss.item(), torch.autograd.grad(loss, model.weight)[0]
 
     def mean_of_means(self) -> Tensor:
         """The gradient when every rank that has tokens divides by its own."""
         model = self.model()
-        parts = [self.tokens(model, rank) for rank in range(3)]
-        loss = sum((nll * counts).sum() / counts.sum().clamp(min=1) for nll, counts in parts) / 3
+        parts = [self.tokens(model, rank) for rank in range(len(self.counts))]
+        loss = sum((nll * counts).sum() / counts.sum().clamp(min=1) for nll, counts in parts) / len(parts)
         return torch.autograd.grad(loss, model.weight)[0]
 
 
@@ -187,6 +193,7 @@ def check_top_k(learner: Callable) -> Receipt:
             f"right values, but a rank sent {most // steps:,} bytes per step where {bytes_:,} are enough: k values of "
             f"4 bytes and k indices of 4 bytes (int32) go to {world - 1} ranks"
         )
+    _exact_places(learner)
     applied = sum(found for found in ranks[0]["gradients"])
     owed = torch.stack([found["residuals"][-1] for found in ranks]).mean(0)
     error = _relative(applied + owed, given.mean(1).sum(0))  # nothing may be lost
@@ -198,6 +205,24 @@ def check_top_k(learner: Callable) -> Receipt:
             row("applied + still owed = all gradients, to 1e-5", True, error <= 1e-5),
         ],
     )
+
+
+def _exact_places(learner: Callable) -> None:
+    """CheckFailed if an index beyond 2**24 arrives rounded, as one that travels as a float32 does."""
+    places = [2**24 + 1, 2**24 + 7]
+    if any(found != places for found in run(_large, 2, learner, places)):
+        raise CheckFailed(
+            "right for short gradients, but with 2**24 entries and more values arrive in other places: an index that "
+            "travels as a float32 is rounded there. Send int32"
+        )
+
+
+def _large(group: Group, learner: Callable, places: list[int]) -> list[int]:
+    """Where a gradient that is zero but for one place of each rank is not zero afterwards."""
+    gradient, residual = torch.zeros(2, 2**24 + 16)
+    gradient[places[group.rank]] = 1.0
+    learner(gradient, residual, 1, group)
+    return gradient.nonzero().flatten().tolist()
 
 
 def _distinct(draw: torch.Generator, steps: int, world: int, n: int) -> Tensor:

@@ -86,6 +86,9 @@ def joins_them(model, group):
         gradient.copy_(part.view_as(gradient))
 
 
+mistake(
+    "naive-ddp", "always-3", {"group.world_size": "3"}, expect="step 1, rank .* is .* times the mean over the ranks"
+)
 mistake("naive-ddp", "divides-by-4", {"group.world_size": "4"}, expect="is 0.75 times the mean over the ranks")
 
 
@@ -103,6 +106,16 @@ mistake(
     "copies-not-views",
     {"part.view_as(parameter)": "part.view_as(parameter).clone()"},
     expect="is a copy, not a view",
+)
+mistake(
+    "gradient-buckets",
+    "on-the-cpu",
+    {
+        "members[0].new_zeros(sum(p.numel() for p in members))": (
+            "torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype)"
+        )
+    },
+    expect="on another device|device=parameter.device",
 )
 mistake("gradient-buckets", "last-bucket-lost", {"[*closed, *filling.values()]": "closed"}, expect="is in no bucket")
 mistake(
@@ -171,7 +184,7 @@ def closes_at_changes(parameters, cap_bytes):
 
 
 def _bucket(members):
-    flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype)
+    flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
     for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
         parameter.grad = part.view_as(parameter)
     return Bucket(flat, members)

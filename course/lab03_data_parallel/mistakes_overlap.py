@@ -31,6 +31,16 @@ mistake(
 )
 mistake(
     "overlap-hooks",
+    "last-parameter-only",
+    {
+        "for parameter in bucket.parameters:": "for parameter in bucket.parameters[-1:]:",
+        "missing = [len(bucket.parameters) for bucket in buckets]": "missing = [1] * len(buckets)",
+        "missing[:] = [len(bucket.parameters) for bucket in buckets]": "missing[:] = [1] * len(buckets)",
+    },
+    expect=r"on rank \d bucket \d starts before the gradient of",
+)
+mistake(
+    "overlap-hooks",
     "as-they-become-ready",
     {
         "while len(handles) < len(buckets) and missing[len(handles)] == 0:": "if missing[index] == 0:",
@@ -121,6 +131,14 @@ mistake(
     "reduces-the-first",
     {"last = index == len(microbatches) - 1": "last = index == 0"},
     expect="is not the mean over the ranks, nor any multiple of it",
+)
+
+
+mistake(
+    "accumulate-no-sync",
+    "always-3",
+    {"/ len(microbatches)).backward()": "/ 3).backward()"},
+    expect="is right for 3 only",
 )
 
 

@@ -40,6 +40,14 @@ mistake(
 )
 
 
+mistake(
+    "token-weighted-loss",
+    "always-3",
+    {"* group.world_size /": "* 3 /"},
+    expect="right on 3 ranks, but on 2 the averaged",
+)
+
+
 @alternative("token-weighted-loss", "mean-count")
 def average_count(nll, counts, group):
     mine = counts.sum().reshape(1).clone()
@@ -124,6 +132,12 @@ mistake(
     "no-division",
     {"everyones_values / group.world_size": "everyones_values"},
     expect="3 times the mean: divide by world_size",
+)
+mistake(
+    "top-k-error-feedback",
+    "places-as-floats",
+    {"indices.int()": "indices.float()"},
+    expect="with 2\\*\\*24 entries and more values arrive in other places",
 )
 mistake("top-k-error-feedback", "wide-indices", {"indices.int()": "indices"}, expect="k indices of 4 bytes")
 
