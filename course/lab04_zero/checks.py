@@ -162,8 +162,28 @@ def check_zero_one(learner: Callable) -> Receipt:
                 f"right values, but a rank sends {sent:,} bytes in a step where {enough:,} are enough (N={n}){whole}",
                 rows,
             )
+        _judge_objects(case, ranks, rows)
     calls = {name: count / len(cases[0].gradients) for name, count in trials[0][0].calls.items()}
     return Receipt("ZeRO-1 in one step", (*rows, row("    collectives in a step", None, sharding.list_calls(calls))))
+
+
+def _judge_objects(case: Steps, ranks: Sequence[RankRecord], rows: list) -> None:
+    """CheckFailed if an object changes what it was given, keeps the whole weights twice, or shares with another."""
+    kept, size = max(did.held["copies"] for did in ranks), case.weights[0].nbytes
+    if kept >= size:
+        raise CheckFailed(
+            f"right values, but the object keeps {kept:,} bytes besides `weights`, which have {size:,}: a second copy "
+            "of everything. Keep this rank's part only",
+            rows,
+        )
+    if any(did.held["gradients changed"] for did in ranks):
+        raise CheckFailed("right values, but step changes the gradient that it is given: work on what you reduce", rows)
+    if any(did.held["mirrors apart"] for did in ranks):
+        raise CheckFailed(
+            "right values, but two objects of the class side by side disturb each other: keep what belongs to one in "
+            "self, not in the class or a global",
+            rows,
+        )
 
 
 def _draw_steps(world: int) -> Steps:

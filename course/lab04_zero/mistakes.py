@@ -145,6 +145,40 @@ mistake(
 )
 
 
+mistake(
+    "zero-one-step",
+    "keeps-a-second-copy",
+    {"self.optimizer = make([self.shard])": "self.optimizer, self.before = make([self.shard]), self.weights.clone()"},
+    expect="a second copy of everything",
+)
+mistake(
+    "zero-one-step",
+    "divides-the-given-gradient",
+    {
+        'self.group.reduce_scatter(gradient, op="avg")': (
+            "self.group.reduce_scatter(gradient.div_(self.group.world_size))"
+        )
+    },
+    expect="changes the gradient that it is given",
+)
+
+
+@mistake("zero-one-step", "in-the-class", expect="two objects of the class side by side disturb each other")
+class KeptByTheClass:
+    def __init__(self, weights, group, make):
+        kept = type(self)
+        kept.group, kept.weights = group, group.broadcast(weights)
+        kept.shard = nn.Parameter(weights.chunk(group.world_size)[group.rank].clone())
+        self.optimizer = make([kept.shard])
+        self.mine = weights, kept.shard
+
+    def step(self, gradient):
+        weights, shard = self.mine
+        shard.grad = self.group.reduce_scatter(gradient, op="avg")
+        self.optimizer.step()
+        self.group.all_gather(type(self).shard.data, out=weights)
+
+
 @alternative("zero-one-step", "shard-is-a-view-of-the-weights")
 class ViewOfTheWeights:
     def __init__(self, weights, group, make):

@@ -145,7 +145,7 @@ class ZeroOne:
         # END SOLUTION
 
     def step(self, gradient):
-        """gradient: [P], of this rank's batch.
+        """gradient: [P], of this rank's batch, left alone.
         Afterwards `weights` are the updated ones, on every rank."""
         # BEGIN SOLUTION
         self.shard.grad = self.group.reduce_scatter(gradient, op="avg")

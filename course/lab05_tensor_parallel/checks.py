@@ -83,6 +83,11 @@ def _judge_enter(case: Operators, rank: int, passed: Passed) -> None:
             f"{who}: backward changed the gradient it was handed. all_reduce works in place, and a residual "
             "connection holds the same tensor: reduce a clone"
         )
+    if not close(passed.results["crossed"], total):
+        raise CheckFailed(
+            f"{who}: right alone, but wrong where another group enters between forward and backward, as with tensor "
+            "and expert parallelism in one model: keep the group in ctx"
+        )
 
 
 def _judge_leave(case: Operators, rank: int, passed: Passed) -> None:

@@ -98,3 +98,10 @@ def _judge_norms(
         elif close(found, wanted / n):
             said = "it is the average; every rank saw other tokens of the same batch, so the shares add"
         raise CheckFailed(f"rank {rank} of {n}: the gradient of norm {i} is wrong: {said}")
+    if passed.results["moved"]:
+        raise CheckFailed(
+            f"rank {rank} of {n}: right sums, but in new tensors: write them into the .grad that is there (copy_), "
+            "which may be a view of a bucket"
+        )
+    if not (passed.results["unequal"] == n * (n + 1) / 2).all():
+        raise CheckFailed(f"rank {rank} of {n}: wrong for norms of 3 and of 2 weights: they may differ in length")

@@ -57,6 +57,15 @@ mistake(
     {"share.clone()": 'share.clone(), op="avg"'},
     expect="parts of one sum",
 )
+mistake(
+    "conjugate-operators",
+    "group-in-the-class",
+    {
+        "ctx.group = group": "Enter.group = group",
+        "ctx.group.all_reduce(gradient.clone())": ("Enter.group.all_reduce(gradient.clone())"),
+    },
+    expect="keep the group in ctx",
+)
 mistake("conjugate-operators", "changes-its-input", {"share.clone()": "share"}, expect="forward changed its input")
 
 

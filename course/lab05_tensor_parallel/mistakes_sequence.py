@@ -79,3 +79,20 @@ alternative(
         ),
     },
 )
+mistake(
+    "sequence-parallel",
+    "new-gradients",
+    {"p.grad.copy_(total.view_as(p.grad))": "p.grad = total.view_as(p.grad).clone()"},
+    expect="right sums, but in new tensors",
+)
+mistake(
+    "sequence-parallel",
+    "norms-of-one-length",
+    {
+        "torch.cat([p.grad.flatten() for p in parameters])": (
+            "torch.cat([p.grad.flatten()[: parameters[-1].numel()] for p in parameters])"
+        ),
+        "flat.split([p.numel() for p in parameters])": "flat.chunk(len(parameters))",
+    },
+    expect="wrong for norms of 3 and of 2|size",
+)

@@ -117,16 +117,24 @@ class Operators:
 
 
 def run_operators(group: Group, learner: Any, cases: Sequence[Operators]) -> list[dict[str, Passed] | None]:
-    """Enter and Leave, each alone; "handed" is the gradient or the share after the operator had it."""
+    """Enter and Leave, each alone; "handed" is the gradient or the share after the operator had it.
+
+    "crossed" is the gradient of x where Enter met another group between this forward and its backward pass.
+    """
 
     def run(case: Operators, part: Group) -> dict[str, Passed]:
         enter, leave = learner
+        alone = [part.subgroup([rank], f"rank {rank} alone") for rank in range(part.world_size)][part.rank]
         x, handed = leaf(case.x), case.gradients[part.rank].clone()
         first = there_and_back(lambda: enter.apply(x, part), handed, {"x": x})
+        crossed = leaf(case.x)
+        output = enter.apply(crossed, part)
+        enter.apply(leaf(case.x), alone)
+        output.backward(case.gradients[part.rank].clone())
         share = leaf(case.partials[part.rank])
         second = there_and_back(lambda: leave.apply(share, part), case.gradients[0].clone(), {"x": share})
         return {
-            "enter": Passed(first.results | {"handed": handed}, first.forward, first.backward),
+            "enter": Passed(first.results | {"handed": handed, "crossed": crossed.grad}, first.forward, first.backward),
             "leave": Passed(second.results | {"handed": share.detach()}, second.forward, second.backward),
         }
 

@@ -22,7 +22,8 @@ def normalise(x: Tensor, weight: Tensor) -> Tensor:
 def run_sequence(group: Group, learner: Any, cases: Sequence[Layer]) -> list[Passed | None]:
     """x + mlp(norm(x)), twice over, on shards of the sequence; then the norms' gradients are summed.
 
-    weights: two norms, two layers of (gate, down). "sums" is the traffic of the third piece.
+    weights: two norms, two layers of (gate, down). "sums" is the traffic of the third piece, "moved" whether it put
+    another tensor into .grad, "unequal" what it makes of norms of two widths.
     """
 
     def run(case: Layer, part: Group) -> Passed:
@@ -41,10 +42,16 @@ def run_sequence(group: Group, learner: Any, cases: Sequence[Layer]) -> list[Pas
 
         leaves = {"x": x} | {str(i): w for i, w in enumerate([*norms, *cut])}
         passed = there_and_back(compute, case.output_gradient.chunk(n)[rank], leaves)
-        own = [norm.grad.clone() for norm in norms]
+        own, places = [norm.grad.clone() for norm in norms], [norm.grad.data_ptr() for norm in norms]
         with measure.ledger() as led:
             sum_gradients(norms, part)
+        unequal = [leaf(torch.zeros(3, dtype=x.dtype)), leaf(torch.zeros(2, dtype=x.dtype))]
+        for norm in unequal:
+            norm.grad = torch.full_like(norm, 1.0 + rank)
+        sum_gradients(unequal, part)
         results = passed.results | {"own": own, "sums": traffic(led)} | {f"d{i}": w.grad for i, w in enumerate(norms)}
+        results["moved"] = [norm.grad.data_ptr() for norm in norms] != places
+        results["unequal"] = torch.cat([norm.grad for norm in unequal])
         return Passed(results, passed.forward, passed.backward)
 
     return on_groups(group, cases, run)

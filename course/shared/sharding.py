@@ -103,20 +103,40 @@ def run_zero_one(group: Group, learner: Callable, cases: Sequence[Steps]) -> lis
             optimizers.append(make_adam(list(parameters)))
             return optimizers[-1]
 
-        zero, calls = learner(weights, part, make), Counter()
+        zero, calls, changed = learner(weights, part, make), Counter(), 0
         for ranks in case.gradients:
+            gradient = ranks[part.rank].clone()
             with measure.ledger() as led:
-                zero.step(ranks[part.rank].clone())
+                zero.step(gradient)
+            changed += not torch.equal(gradient, ranks[part.rank])
             found.append(weights.clone())
             sent.append(led.bytes())
             calls += led.calls
+        # A second object beside the first, everything of it with the other sign, must not notice the first.
+        mirrored, gradient = -case.weights[part.rank], case.gradients[0][part.rank]
+        mirror = learner(mirrored, part, make_adam)
+        zero.step(gradient.clone())
+        mirror.step(-gradient)
         tensors = sum(len(group["params"]) for opt in optimizers for group in opt.param_groups)
-        held = sum(measure.memory(optimizer=opt).live.optimizer for opt in optimizers)
-        return RankRecord(
-            found, sent, calls, {"optimizer": held, "step counters": 4 * tensors, "optimizers": len(optimizers)}
-        )
+        held = {
+            "optimizer": sum(measure.memory(optimizer=opt).live.optimizer for opt in optimizers),
+            "step counters": 4 * tensors,
+            "optimizers": len(optimizers),
+            "copies": _kept(zero, weights),
+            "gradients changed": changed,
+            "mirrors apart": int(not torch.allclose(mirrored, -found[0], rtol=1e-4, atol=1e-5)),
+        }
+        return RankRecord(found, sent, calls, held)
 
     return on_groups(group, cases, run)
+
+
+def _kept(owner: Any, weights: Tensor) -> int:
+    """Bytes of tensors among an object's attributes, without those that lie in `weights`."""
+    tensors = [value for value in vars(owner).values() if isinstance(value, Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages.pop(weights.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
 
 
 def adam_in_one_process(weights: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
