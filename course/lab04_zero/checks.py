@@ -178,7 +178,7 @@ def _judge_objects(case: Steps, ranks: Sequence[RankRecord], rows: list) -> None
         )
     if any(did.held["gradients changed"] for did in ranks):
         raise CheckFailed("right values, but step changes the gradient that it is given: work on what you reduce", rows)
-    if any(did.held["mirrors apart"] for did in ranks):
+    if any(did.held["disturbed"] for did in ranks):
         raise CheckFailed(
             "right values, but two objects of the class side by side disturb each other: keep what belongs to one in "
             "self, not in the class or a global",
