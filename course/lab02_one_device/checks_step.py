@@ -34,6 +34,7 @@ ANSWERS = answers_of("02_one_device")
 )
 def check_accumulate(learner: Callable) -> Receipt:
     batches = watching.draw_microbatches(random.randint(3, 5))
+    watching.accumulated(learner, watching.draw_microbatches(2))  # nothing may be left over from other batches
     right, mine = (watching.accumulated(function, batches) for function in (ANSWERS.accumulate, learner))
     single = watching.accumulated(ANSWERS.accumulate, batches[:1]).activation
     if any(gradient is None for gradient in mine.gradients):
@@ -43,10 +44,10 @@ def check_accumulate(learner: Callable) -> Receipt:
         found, due = (torch.cat([each.flatten() for each in part]) for part in (mine.gradients, right.gradients))
         off = ((found - due).norm() / due.norm()).item()
         raise CheckFailed(f"The gradient is not that of one big batch: it is off by {off:.0%}.", evidence=found)
-    if not isinstance(mine.loss, (int, float, Tensor)) or abs(float(mine.loss) - right.loss) > 1e-9:
+    if not isinstance(mine.loss, (int, float, Tensor)) or not math.isclose(float(mine.loss), right.loss, rel_tol=1e-6):
         raise CheckFailed(f"right gradients, but you returned {mine.loss!r}: the mean loss is {right.loss:.6f}")
     rows = [
-        row("loss", right.loss, float(mine.loss), "nats", 1e-9),
+        row("loss", right.loss, float(mine.loss), "nats", 1e-6),
         row("forward passes", len(batches), mine.calls),
         row("activations at the peak: those of one microbatch", single, mine.activation, "B", 0.05),
     ]
@@ -84,12 +85,13 @@ def _counts(batches: Sequence[watching.Microbatch]) -> str:
 )
 def check_loss_scaling(learner: Callable) -> Receipt:
     interval, steps = random.randint(3, 4), 16
-    mine, theirs = (nn.Parameter(torch.zeros(400)) for _ in range(2))
-    ours, peers = torch.optim.SGD([mine], lr=1.0), torch.optim.SGD([theirs], lr=1.0)
+    weights, theirs = [nn.Parameter(torch.zeros(size)) for size in (150, 50, 200)], nn.Parameter(torch.zeros(400))
+    ours = torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:]}], lr=1.0)
+    peers = torch.optim.SGD([theirs], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=interval)
     scale, good, skipped = 2.0**14, 0, 0
     seen: list[Tensor] = []
-    ours.register_step_pre_hook(lambda *_: seen.append(mine.grad.clone()))
+    ours.register_step_pre_hook(lambda *_: seen.append(torch.cat([weight.grad for weight in weights])))
     for step in range(steps):
         factors = 10 ** (torch.rand(400) * 4 - 8.5)  # gradients of 3e-9 to 3e-5: half of them too small for fp16
         if step % 6 == 4:  # 60 times the scale overflows
@@ -97,10 +99,11 @@ def check_loss_scaling(learner: Callable) -> Receipt:
         peers.zero_grad()
         scaler.scale(stepping.half_loss(theirs, factors)).backward()
         ours.zero_grad()
-        before = mine.detach().clone()
+        before = torch.cat(weights).detach()
         scaler.step(peers)
         scaler.update()
-        result = learner(stepping.half_loss(mine, factors), ours, scale, good, interval)
+        result = learner(stepping.half_loss(torch.cat(weights), factors), ours, scale, good, interval)
+        mine = torch.cat(weights).detach()
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise CheckFailed(f"you returned {result!r}; the exercise asks for (scale, good_steps) for the next step")
         overflow = scaler.get_scale() < scale
@@ -156,12 +159,14 @@ def check_recompute(learner: Any) -> Receipt:
             "the gradients you return are right, but your backward also wrote into .grad of the parameters: where the "
             "step adds up gradients, they would count twice. Use torch.autograd.grad inside"
         )
+    stepping.judge_odd_blocks(learner)
     inputs = layers * tokens * hidden * 8
+    flops = mine["flops"] / right["flops"]  # fewer than 4/3 is fine: the block's last product need not run again
     rows = [
         row("forward passes of each block", 2, mine["calls"] / layers),
         row("kept between forward and backward: at most the block inputs", True, mine["kept"] <= inputs),
         row("    without recomputation", None, right["kept"], "B"),
-        row("FLOPs, as a multiple", 4 / 3, mine["flops"] / right["flops"], "", 1e-9),
+        row("FLOPs, as a multiple", 4 / 3 if flops > 1.3 else None, flops, "", 1e-9),
     ]
     if mine["kept"] > inputs:
         raise CheckFailed(
@@ -198,7 +203,7 @@ def check_clip(learner: Callable) -> Receipt:
         norm = torch.cat(flat).norm().item()
         torch.nn.utils.clip_grad_norm_(twins, norm * factor)
         mine = [[gradient.clone() for gradient in shard] for shard in given]
-        found = learner(mine, norm * factor)
+        found = learner([list(shard) for shard in mine], norm * factor)  # lists of its own: the tensors have to change
         name = f"{shards} shards, limit {factor:g} of the norm"
         stepping.judge_clip(name, mine, given, twins, factor)
         if not isinstance(found, (int, float, Tensor)) or abs(float(found) / norm - 1) > 1e-4:

@@ -72,6 +72,11 @@ def big_batch(model, microbatches):
     return (nll / tokens).item()
 
 
+@alternative("accumulate", "adds up a float32 tensor")
+def in_float32(model, microbatches):
+    return torch.tensor(right.accumulate(model, microbatches), dtype=torch.float32)
+
+
 @alternative("accumulate", "weighs each mean by its share of the tokens")
 def weighted_means(model, microbatches):
     tokens, loss = sum(count(targets) for _, targets in microbatches), 0.0
@@ -138,16 +143,31 @@ mistake(
     {
         ("    for weight in weights:\n        weight.grad /= scale\n"): "",
         "    optimizer.step()\n": (
-            "    group = optimizer.param_groups[0]\n"
-            '    group["lr"] /= scale\n'
+            "    for group in optimizer.param_groups:\n"
+            '        group["lr"] /= scale\n'
             "    optimizer.step()\n"
-            '    group["lr"] *= scale\n'
+            "    for group in optimizer.param_groups:\n"
+            '        group["lr"] *= scale\n'
         ),
     },
     expect="the optimizer saw gradients still scaled",
 )
 mistake(
     "loss-scaling", "counts one step too many", {"good_steps + 1 ==": "good_steps =="}, expect="it doubles, to stay"
+)
+
+
+mistake(
+    "loss-scaling",
+    "the first group only",
+    {"for group in optimizer.param_groups for": "for group in optimizer.param_groups[:1] for"},
+    expect="is not that of the unscaled gradient|the optimizer stepped",
+)
+mistake(
+    "loss-scaling",
+    "the first weight of each group only",
+    {'for weight in group["params"]]': 'for weight in group["params"][:1]]'},
+    expect="is not that of the unscaled gradient|the optimizer stepped",
 )
 
 
@@ -165,7 +185,7 @@ def clears_after(loss, optimizer, scale, good_steps, interval):
 
 @alternative("loss-scaling", "looks before it unscales, takes gradients from autograd.grad")
 def looks_first(loss, optimizer, scale, good_steps, interval):
-    weights = optimizer.param_groups[0]["params"]
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     gradients = torch.autograd.grad(loss * scale, weights)
     if any(not torch.isfinite(gradient.sum()) for gradient in gradients):
         return scale * 0.5, 0
@@ -252,6 +272,25 @@ mistake(
 )
 
 
+INPUTS = {}
+
+
+@mistake("recompute-block", "keeps x by block, in a global", expect="wrong where one runs twice before backward")
+class KeptByBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x, *parameters):
+        ctx.block = block
+        INPUTS[id(block)] = x.detach().clone()
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = INPUTS[id(ctx.block)].requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)
+
+
 @alternative("recompute-block", "backward into a copy of the leaves")
 class OnLeaves(torch.autograd.Function):
     @staticmethod
@@ -306,3 +345,16 @@ def long_row(shards, max_norm):
     for gradient, part in zip((gradient for shard in shards for gradient in shard), parts, strict=True):
         gradient.copy_(part.view_as(gradient))
     return float(row.norm())
+
+
+mistake(
+    "clip-global-norm",
+    "other tensors in the lists",
+    {
+        "for gradient in shard:\n            gradient *= (max_norm / norm).clamp(max=1.0)": (
+            "for index, gradient in enumerate(shard):\n"
+            "            shard[index] = gradient * (max_norm / norm).clamp(max=1.0)"
+        )
+    },
+    expect="scale them in place",
+)

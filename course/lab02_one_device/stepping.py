@@ -88,6 +88,24 @@ def run_blocks(function: Any, hidden: int, tokens: int, layers: int, seed: int) 
     return found
 
 
+def judge_odd_blocks(function: Any) -> None:
+    """CheckFailed unless right for blocks with different numbers of parameters, one of which is used twice."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5, bias=False), nn.Sequential(nn.Linear(5, 5), nn.Tanh())])
+    start = torch.randn(3, 5).requires_grad_()
+    found = []
+    for apply in (lambda block, y: block(y), lambda block, y: function.apply(block, y, *block.parameters())):
+        y = start
+        for place in (0, 1, 0, 2):
+            y = apply(blocks[place], y).tanh()
+        found.append(torch.autograd.grad(y.sum(), (start, *blocks.parameters()), allow_unused=True))
+    if not all(b is not None and torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True)):
+        raise CheckFailed(
+            "right for blocks that run once each, but wrong where one runs twice before backward: keep in ctx what "
+            "belongs to one run, and take as many parameters as come"
+        )
+
+
 def judge_recomputed(name: str, mine: Sequence[Tensor | None], right: Sequence[Tensor]) -> None:
     """CheckFailed unless right. The gradients of `name`, x or parameters."""
     what = "x" if name == "x" else "the parameters"
