@@ -14,7 +14,7 @@ from torch import Tensor
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab07_long_context.rank_programs import RingCase, RingRecord, run_exchange, run_ring
-from course.shared.diagnose import expect_like, whole_numbers
+from course.shared.diagnose import expect_like, expect_tensor, whole_numbers
 from course.shared.trials import run
 from minillm.model import dense
 from minillm.predict.training import context
@@ -116,6 +116,9 @@ def _judge_ring(case: RingCase, found: Sequence[RingRecord]) -> list:
     for rank, did in enumerate(found):
         name, wanted = f"rank {rank} of {n}", right[case.positions[rank]]
         expect_like(name, did.result, wanted, "its output [seq / N, head_dim]")
+        expect_tensor(f"{name}: the output", did.result, wanted.shape)
+        if len(did.attended) != len(set(did.attended)):
+            raise CheckFailed(f"{name} attends to the blocks {list(did.attended)}: each is needed once")
         if not torch.allclose(did.result, wanted, rtol=1e-9, atol=1e-9):
             raise CheckFailed(f"{name} has a wrong output", evidence=[each.result for each in found])
     if n == 1:

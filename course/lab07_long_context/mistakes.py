@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 
 from course.kit.answers import answers_of
 from course.kit.exercises import alternative, mistake
@@ -59,6 +60,23 @@ mistake(
 def by_logarithms(out, lse, other, other_lse):
     share = (lse / (lse + other_lse)).nan_to_num(0.5)[:, None]
     return out * share + other * (1 - share), torch.logaddexp(lse, other_lse)
+
+
+@mistake("softmax-merge", "by sigmoid and softplus", expect="sees keys of one half only: the lse holds NaN")
+def by_sigmoid(out, lse, other, other_lse):
+    weight = torch.sigmoid(lse - other_lse).nan_to_num()[:, None]
+    return out * weight + other * (1 - weight), other_lse + F.softplus(lse - other_lse)
+
+
+mistake(
+    "softmax-merge", "always float64", {"return out * weight": "return out.double() * weight"}, expect="keep the dtype"
+)
+mistake(
+    "softmax-merge",
+    "changes its input",
+    {"return out * weight[:, None]": "return out.mul_(weight[:, None])"},
+    expect="changed its input out",
+)
 
 
 @alternative("softmax-merge", "softmax of the two log-sum-exps")
@@ -142,6 +160,30 @@ mistake(
     "the last tile wins",
     {"merge(out[rows], lse[rows], part, part_lse)": "part, part_lse"},
     says="Each tile of keys replaced what the tiles before it gave. Merge them.",
+)
+
+
+@mistake("tiled-forward", "no maximum subtracted", expect="is not finite: is exp given a score")
+def sums_of_exponentials(q, k, v, tile):
+    out, total = torch.zeros_like(q), q.new_zeros(len(q), 1)
+    for first in range(0, len(q), tile):
+        rows = slice(first, first + tile)
+        for start in range(0, first + tile, tile):
+            p = (q[rows] @ k[start : start + tile].T * q.shape[1] ** -0.5).exp()
+            p = p.tril() if start == first else p
+            out[rows] += p @ v[start : start + tile]
+            total[rows] += p.sum(1, keepdim=True)
+    return out / total, total.log()[:, 0]
+
+
+mistake(
+    "tiled-forward",
+    "scales q in place",
+    {
+        "for first in range(0, len(q), tile):": "q *= q.shape[1] ** -0.5\n    for first in range(0, len(q), tile):",
+        " * q.shape[1] ** -0.5": "",
+    },
+    expect="changed its input q",
 )
 
 

@@ -120,6 +120,19 @@ mistake(
 )
 
 
+mistake(
+    "ring-attention",
+    "its own block once more meanwhile",
+    {
+        "        part, part_lse = attend(q, *block": (
+            "        if step:\n            attend(q, k, v, rank)\n        part, part_lse = attend(q, *block"
+        )
+    },
+    expect="attends to the blocks .*: each is needed once",
+)
+mistake("ring-attention", "one dimension more", {"return out": "return out[None]"}, expect="the output is \\[1, ")
+
+
 @mistake("ring-attention", "gathers everything", expect="you called all_gather")
 def gathers(q, k, v, group, attend):
     keys, values = (group.all_gather(x).chunk(group.world_size) for x in (k, v))

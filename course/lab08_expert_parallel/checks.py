@@ -33,8 +33,10 @@ HIDDEN = 3
 def check_router(learner: Callable) -> Receipt:
     worst = tokens = 0
     for what, logits, k, bias in _routings():
-        found = learner(logits.clone(), k, None if bias is None else bias.clone())
+        leaf = logits.clone().requires_grad_()
+        found = learner(leaf, k, None if bias is None else bias.clone())
         worst = max(worst, _judge_router(what, found, _routed(logits, k, bias)))
+        _judge_learning(what, leaf, *found)
         tokens += len(logits)
     return receipt(
         "tokens and their experts",
@@ -49,11 +51,15 @@ def _routings() -> list[tuple[str, Tensor, int, Tensor | None]]:
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
     even = torch.randint(0, 2, (6, 40)).double()  # so many ties that an unstable sort mixes them up
     even[0] = 0
+    nearly = torch.zeros(2, 256).double()
+    nearly[:, 200] = 0.01
     return [
         ("top 2 of 5", 2 * draw(6, 5), 2, None),
         ("top 1 of 3", draw(4, 3), 1, None),
         ("top 2 of 6 with a bias", draw(40, 6), 2, 0.6 * draw(6)),
         ("top 3 of 40, scores that tie", even, 3, None),
+        ("top 1 of 256, one a little higher", nearly, 1, None),
+        ("top 2 of 5, logits of hundreds", 400 * draw(6, 5), 2, None),
         ("top 2 of 8, bfloat16 logits", (0.5 * draw(16, 8)).bfloat16(), 2, None),
     ]
 
@@ -63,7 +69,7 @@ def _routed(logits: Tensor, k: int, bias: Tensor | None) -> tuple[list[list[int]
     shift = [0.0] * logits.shape[1] if bias is None else bias.tolist()
     experts, weights, ranked_by = [], [], []
     for token in logits.double().tolist():
-        exponentials = [math.exp(each) for each in token]
+        exponentials = [math.exp(each - max(token)) for each in token]
         scores = [each / sum(exponentials) for each in exponentials]
         ranked = [score + more for score, more in zip(scores, shift, strict=True)]
         chosen = sorted(range(len(token)), key=lambda expert: (-ranked[expert], expert))[:k]
@@ -99,6 +105,21 @@ def _judge_router(what: str, found: Any, right: tuple) -> float:
     return off
 
 
+def _judge_learning(what: str, logits: Tensor, experts: Tensor, weights: Tensor) -> None:
+    """CheckFailed unless the gradient of the logits is that of a softmax over the chosen ones."""
+    if not weights.requires_grad:
+        raise CheckFailed(
+            f"{what}: right weights, but no gradient flows through them to the logits: the router learns through its "
+            "weights alone (no no_grad, detach or tolist on their way)"
+        )
+    upstream = torch.randn(weights.shape, dtype=torch.float64)
+    (mine,) = torch.autograd.grad(weights, logits, upstream.to(weights), retain_graph=True)
+    again = logits.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(again.gather(1, experts.long()).softmax(1), again, upstream)
+    if not torch.allclose(mine.double(), wanted, rtol=0, atol=1e-5 if logits.dtype == torch.float64 else 2e-2):
+        raise CheckFailed(f"{what}: right weights, but the logits' gradient is off: is the sum below them detached?")
+
+
 def expect_pair(what: str, found: Any, names: Sequence[str], shape: list[int]) -> tuple[Tensor, Tensor]:
     """CheckFailed unless `found` is two tensors of that shape."""
     if not isinstance(found, (tuple, list)) or len(found) != 2:
@@ -129,6 +150,7 @@ def check_sorting(learner: tuple[Callable, Callable]) -> Receipt:
         name = f"{tokens} tokens, top {k} of {num_experts}"
         experts = torch.rand(tokens, num_experts).argsort(1)[:, :k]
         computed = _judge_sorting(name, dispatch, combine, experts, num_experts)
+        _judge_sorting(f"{name}, the last without rows", dispatch, combine, experts, num_experts + 2)
         rows.append(row(f"{name}: rows that experts compute, tokens · k", tokens * k, computed))
     return receipt("to experts and back", rows)
 
@@ -144,10 +166,13 @@ def _judge_sorting(name: str, dispatch: Callable, combine: Callable, experts: Te
             f"dispatch returned {type(found).__name__}; the exercise asks for three: rows, order and counts"
         )
     rows, order, counts = found
-    _judge_dispatch(name, rows, order, counts, experts, x)
+    _judge_dispatch(name, rows, order, counts, experts, x, num_experts)
     parts = rows.split([int(count) for count in counts])
     answers = torch.cat([torch.tanh(part @ matrix) for part, matrix in zip(parts, matrices, strict=True)])
+    before = answers.detach().clone()
     out = combine(answers, order, weights)
+    if not torch.equal(answers, before):
+        raise CheckFailed(f"{name}: combine changed the rows that it was given")
     right = torch.stack(
         [
             sum(w * torch.tanh(x[token] @ matrices[e]) for w, e in zip(weights[token], own, strict=True))
@@ -167,11 +192,12 @@ def _judge_sorting(name: str, dispatch: Callable, combine: Callable, experts: Te
     return len(rows)
 
 
-def _judge_dispatch(name: str, rows: Any, order: Any, counts: Any, experts: Tensor, x: Tensor) -> None:
+def _judge_dispatch(
+    name: str, rows: Any, order: Any, counts: Any, experts: Tensor, x: Tensor, num_experts: int
+) -> None:
     flat, k = experts.flatten().tolist(), experts.shape[1]
     places, loads = [int(each) for each in order], [int(each) for each in counts]
     evidence = [places, loads, rows.detach() if isinstance(rows, Tensor) else rows]
-    num_experts = len(loads)
     if sorted(places) != list(range(len(flat))):
         raise CheckFailed(
             f"{name}: order is {places}; the exercise asks for the pair in each row, each of 0 to {len(flat) - 1} once",

@@ -164,14 +164,16 @@ def check_gradients(learner: Callable) -> Receipt:
     rows = []
     for index, case in enumerate(cases):
         rows += _judge_gradients(case, [rank[index] for rank in ranks])
+    pair = _layer(2, world=2)
+    _judge_gradients(pair, [rank[0] for rank in run(run_gradients, 2, learner, [pair])])
     return receipt("4 ranks against one process", rows)
 
 
-def _layer(ep: int, num_experts: int = 8, tokens: int = 5) -> Layer:
+def _layer(ep: int, num_experts: int = 8, tokens: int = 5, world: int = RANKS) -> Layer:
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
     router, experts = draw(num_experts, HIDDEN), draw(num_experts, HIDDEN, HIDDEN)
     return Layer(
-        ep, router, experts, [draw(tokens, HIDDEN) for _ in range(RANKS)], [draw(tokens, HIDDEN) for _ in range(RANKS)]
+        ep, router, experts, [draw(tokens, HIDDEN) for _ in range(world)], [draw(tokens, HIDDEN) for _ in range(world)]
     )
 
 
@@ -183,12 +185,12 @@ def _judge_gradients(case: Layer, found: Sequence[Averaged]) -> list:
     for rank, did in enumerate(found):
         own = of_experts[each * (rank % case.ep) :][:each]
         for name, mine, wanted in (("router", did.router, of_router), ("experts", did.experts, own)):
-            where = f"ep {case.ep}, rank {rank}: the gradient of the {name}"
+            where = f"ep {case.ep}, rank {rank} of {len(found)}: the gradient of the {name}"
             expect_tensor(where, mine, wanted.shape)
             if not torch.allclose(mine, wanted, rtol=1e-9, atol=1e-12):
                 raise CheckFailed(f"{where} is not that of one process{_times(mine, wanted)}", evidence=evidence)
             worst = max(worst, (mine - wanted).abs().max().item())
-    due = comms.ring_all_reduce(of_router.numel(), 8, RANKS).sent_per_rank[0]
+    due = comms.ring_all_reduce(of_router.numel(), 8, len(found)).sent_per_rank[0]
     sent = found[0].sent
     rows = [
         row(f"ep {case.ep}: router and experts differ from one process by less than 1e-12", True, worst < 1e-12),

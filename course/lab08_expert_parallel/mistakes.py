@@ -79,6 +79,37 @@ mistake(
 )
 
 
+mistake(
+    "top-k-router",
+    "weights without a gradient",
+    {"weights = scores.gather(1, experts)": "weights = scores.detach().gather(1, experts)"},
+    expect="the router learns through its weights alone",
+)
+mistake(
+    "top-k-router",
+    "the sum detached",
+    {"weights / weights.sum(1, keepdim=True)": "weights / weights.sum(1, keepdim=True).detach()"},
+    expect="is the sum below them detached",
+)
+mistake(
+    "top-k-router",
+    "ties by a small difference",
+    {"ranked.sort(": "(ranked - 1e-6 * torch.arange(logits.shape[1])).sort("},
+    expect="goes to experts .* instead of",
+)
+mistake(
+    "top-k-router",
+    "softmax without a maximum",
+    {
+        "scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)": (
+            "scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).exp()\n"
+            "    scores = scores / scores.sum(-1, keepdim=True)"
+        )
+    },
+    expect="logits of hundreds",
+)
+
+
 @alternative("top-k-router", "softmax over the chosen logits")
 def softmax_of_chosen(logits, k, bias=None):
     """What Mixtral's code does: normalised over the chosen, a softmax over all is one over them."""
@@ -209,5 +240,11 @@ def _by_inverse(rows, order, weights):
     return torch.einsum("tkh,tk->th", rows[order.argsort()].view(*weights.shape, -1), weights)
 
 
+mistake(
+    "sort-by-expert",
+    "counts without the last experts",
+    {", minlength=num_experts": ""},
+    expect="counts are .* one per expert",
+)
 alternative("sort-by-expert", "expert by expert, added by index")((_expert_by_expert, _index_add))
 alternative("sort-by-expert", "repeated rows, the inverse permutation")((_repeated, _by_inverse))

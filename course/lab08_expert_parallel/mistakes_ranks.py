@@ -152,6 +152,12 @@ mistake(
     says="The router is on every rank, and each rank's tokens have a share in its gradient: average it over all ranks, "
     "not over the replicas of the experts.",
 )
+mistake(
+    "expert-gradients",
+    "always 4",
+    {"(router) / data.world_size": "(router) / 4", "(experts) / data.world_size": "(experts) / 4"},
+    expect="rank 0 of 2: .* but 0.5 times as large",
+)
 mistake("expert-gradients", "nothing is returned", {"return router, experts": "return None"}, expect="asks for")
 
 
