@@ -52,7 +52,7 @@ receipts.one_head(guess_gb)
 # | "FlashAttention approximates attention." | It is exact. Results differ in the last digits, as for any other order of additions. |
 # | "Sequence parallelism and context parallelism are the same." | Megatron's *sequence parallelism* cuts norms and dropout inside a tensor-parallel group ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)), and each rank's attention still sees the whole sequence. Context parallelism cuts attention too. |
 # | "Each of $N$ ranks does 1/N of the attention." | Not with contiguous parts under a causal mask: rank $r$ does $(2r+1)/N^2$. |
-# | "Ring attention sends more than all-gather, so it is slower." | Forward sends the same bytes, backward about twice as many, as gradients travel too. All of it can be hidden behind the computation, block by block. |
+# | "Ring attention sends more than all-gather, so it is slower." | Forward sends the same bytes, backward about twice as many in float32, as gradients travel too ((2N-1)/(N-1); more for 16-bit inputs, whose gradients travel in float32). All but the last hop can hide behind the computation, block by block. |
 #
 # ## Build it
 #
@@ -84,7 +84,7 @@ merge = check("softmax-merge", merge)
 #
 # Take a tile of queries and walk over tiles of keys, merging as you go. This is the *online softmax*
 # ([Milakov and Gimelshein 2018](https://arxiv.org/abs/1805.02867)). A kernel keeps the running maximum and sum in
-# registers and divides once at the end ([Dao et al. 2022](https://arxiv.org/abs/2205.14135)); merging divides every time
+# registers and divides once at the end ([Dao 2023](https://arxiv.org/abs/2307.08691), section 3.1); merging divides every time
 # and gives the same. The check watches the size of every tensor you make, and counts the FLOPs.
 
 
@@ -381,7 +381,7 @@ short = links.short_and_long()
 receipts.short(short)
 
 # %% [markdown]
-# With 64 tokens per rank four devices take several times as long as one; with 1,024 they take little more than a quarter.
+# With 64 tokens per rank four devices take several times as long as one; with 1,024 they take a quarter to a third.
 # Ulysses sends fewer bytes in more messages (an all-to-all is one to every other rank), so latency hurts it first.
 #
 # - *Few heads*: 8 kv heads over 16 ranks of Ulysses travel twice. Rings do not care.
@@ -391,7 +391,7 @@ receipts.short(short)
 #
 # ## Break it
 #
-# Three bugs that real projects shipped. None raises an error, and in each the loss falls.
+# Three bugs that real projects shipped. None raises an error.
 
 # %%
 broken = experiments_breaks.accidents()
@@ -429,7 +429,7 @@ receipts.offsets(broken)
 #
 # ## Find the bug
 #
-# A colleague wrote the ring's backward. Forward is perfect: it was tested. The losses fall.
+# A colleague wrote the ring's backward. Forward is perfect: it was tested. Nothing raises an error.
 
 # %%
 print(inspect.getsource(experiments_breaks.ring_backward))
@@ -458,7 +458,7 @@ receipts.bug_hunt(broken)
 # | [DeepSpeed](https://www.deepspeed.ai/tutorials/ds-sequence/) | | `DistributedAttention` | | |
 #
 # torch patches `scaled_dot_product_attention` inside a `with` and cuts the tensors you name in its own load-balanced
-# order, which is zigzag; it needs a flash or cuDNN kernel, so it does not run on CPUs. Megatron always orders zigzag.
+# order, which is zigzag; it needs a kernel that returns log-sum-exps, which CPUs lack. Megatron always orders zigzag.
 #
 # Serving is another problem. **vLLM** decodes one query per sequence, so there is nothing to balance and the cache is what
 # has to be divided: `--decode-context-parallel-size` ([context parallel

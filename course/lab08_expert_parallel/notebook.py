@@ -234,13 +234,16 @@ show(figures.draw_loads, found=trainings)
 receipts.collapse(trainings)
 
 # %% [markdown]
-# Four times the mean is the worst there is for top 2 of 8. Without balancing the router is there within a few steps:
-# two experts take nearly every token, and the others are dead weight. Both cures bring them back. They differ in what
-# they cost: the loss pulls on the router's weights and so competes with the task; the bias pulls on nothing, but
-# overshoots when its step is large (the flicker in the picture). DeepSeek's step is 0.001 over some hundred thousand
-# steps, the one here 0.01 over 80.
+# Four times the mean is the worst there is for top 2 of 8. Without balancing the router comes close to it within a few
+# steps: two experts take most pairs, a third takes most of the rest, and some are dead weight. Later it spreads out a
+# little by itself, and stays far from even. Both cures bring all experts back. They differ in what they cost: the loss
+# pulls on the router's weights and so could compete with the task; the bias pulls on nothing, but overshoots when its
+# step is large (the flicker in the picture). DeepSeek's step is 0.001 over a few hundred thousand steps, the one here
+# 0.01 over 80. What balance costs in the loss, the last row says: a hundredth of a nat or so in either direction, which
+# is what another seed changes, too.
 #
-# What the collapsed router would have dropped:
+# What the routers would have dropped. Cured ones drop several times what chance would: balance over a batch is not
+# balance within each of its sequences.
 
 # %%
 show(figures.draw_drops, found=trainings)
@@ -275,7 +278,7 @@ receipts.drops(trainings)
 # %%
 def to_experts(rows, counts, group):
     """rows: [n, hidden] of this rank's tokens, by expert;
-    counts: [E], int64, rows for each expert of all ranks.
+    counts: [E], int64, how many of these rows go to each of the E experts.
 
     Rank r has experts r * E / N to (r + 1) * E / N - 1. -> (rows for this rank's experts, by expert
     and then by source rank; counts: [E / N], rows of each; plan: whatever from_experts needs).
@@ -450,7 +453,7 @@ receipts.beside_dense(trainings)
 
 # %% [markdown]
 # Eighty steps of a toy are no verdict, and the gap may go either way on another seed: experts have seen a quarter of
-# the tokens each. What is robust is the clock. Per FLOP experts are level with the dense model, or a little ahead; per
+# the tokens each. Only the timing is robust. Per FLOP experts are level with the dense model, or a little ahead; per
 # second they are behind, because eight small matrices are slower than one and sorting costs time. In runs of real
 # length the first gap is large ([Fedus et al. 2021](https://arxiv.org/abs/2101.03961) report up to 7 times faster
 # training at equal FLOPs per token); the second is what kernels and all-to-alls are tuned for.
@@ -471,8 +474,8 @@ receipts.few_tokens()
 # - *Unbalanced tokens*: the layer takes max / mean times as long (measured above).
 # - *Slow links*: on the emulated link above rows travelled 160 ms for 20 ms of work. Bytes do not fall with $N$ either:
 #   a rank sends $(N-1)/N$ of its rows however many ranks there are.
-# - *Small messages*: a decode step's all-to-all is $N-1$ messages of some kilobytes per rank, twice per layer: latency,
-#   not bandwidth.
+# - *Small messages*: a decode step's all-to-all is $N-1$ messages per rank, twice per layer (51 to 229 KB each in question A
+#   below): their number costs more than their bytes.
 #
 # ## The same in production
 #
@@ -513,9 +516,10 @@ receipts.design_serving()
 # does not fit: 82 GB of experts alone on GPUs of 80 GB (8 H200s of 141 GB hold them). ep 32 leaves room for the cache,
 # gives each expert 128 rows, and reads its 8 experts in 105 µs instead of 421; but now rows cross nodes, and 150 µs of
 # links per layer are worth hiding behind another half of the batch. Above that, experts are read ever less and rows
-# cross ever more: ep pays while the weights it saves reading take longer than the rows it sends. A router limited to 4
-# nodes keeps 7 rows at 4. DeepSeek serves with ep 32 for prefill and ep 144 for decode, with redundant experts
-# ([DeepSeek
+# cross ever more: ep pays while the weights it saves reading take longer than the rows it sends, which by this table
+# ends at 32 (to 64 it saves 53 µs and costs 106; links are counted with two levels). A router limited to 4 nodes caps
+# the rows that cross at 4. DeepSeek serves with ep 32 for prefill and, since ever larger batches and a second
+# half-batch to hide behind move the balance, ep 144 for decode, with redundant experts ([DeepSeek
 # 2025](https://github.com/deepseek-ai/open-infra-index/blob/main/202502OpenSourceWeek/day_6_one_more_thing_deepseekV3R1_inference_system_overview.md)).
 # </details>
 #

@@ -97,7 +97,7 @@ def shared_experts(found: dict[str, links.Overlap] | None = None) -> Iterator[Ro
         yield row(name, each.predicted_s, each.measured_s, "s", tolerance=0.35, noisy=True)
 
 
-@titled(f"{NUM_EXPERTS} experts, top {TOP_K}, after {STEPS} steps")
+@titled(f"{NUM_EXPERTS} experts, top {TOP_K}, after {STEPS} steps", open_rows=4)
 def collapse(found: Trainings | None = None) -> Iterator[Row]:
     found = found or training.trainings()
     bare, *cured = (found[name].imbalance for name in ("no balancing", "balance loss", "bias"))
@@ -108,7 +108,7 @@ def collapse(found: Trainings | None = None) -> Iterator[Row]:
     yield row("    loss of the last ten steps, in the same order", None, losses, "nats")
 
 
-@titled("one batch, places of each sequence")
+@titled("one batch, places of each sequence", open_rows=5)
 def drops(found: Trainings | None = None) -> Iterator[Row]:
     found = found or training.trainings()
     by_chance = moe.expected_dropped_share(SEQ, TOP_K, NUM_EXPERTS, 1.25)
