@@ -40,10 +40,13 @@ class Answers:
         self._done: set[int] = set()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not any(name in binds for _, binds in self._uses):
+        if name.startswith("_") or not any(name in binds for _, binds in self._uses):
             raise AttributeError(f"{self._master} defines no '{name}'")
         self._run({name}, len(self._statements))
         return self._module.__dict__[name]
+
+    def __reduce__(self) -> tuple[type["Answers"], tuple[Path]]:
+        return Answers, (self._master,)  # another process makes its own
 
     def to(self, exercise: str) -> Any:
         """What the master hands to `check(exercise, ...)`. ValueError if it checks no such exercise."""

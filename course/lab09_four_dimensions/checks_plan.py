@@ -63,9 +63,12 @@ def check_estimate(learner: Callable) -> Receipt:
 
 
 def _plain_cases() -> list[tuple[Architecture, Layout, int]]:
-    """One rank, so that a forgotten table shows; and each axis alone."""
+    """One rank, so that a forgotten table shows; each axis alone; and all of them, with every way of ZeRO."""
     model = architecture("llama-2-7b")
-    return [(model, Layout(), 2048), (model, Layout(dp=4, zero=2), 2048), (model, Layout(tp=4, microbatches=2), 2048)]
+    all_axes = dict(dp=2, cp=2, tp=2, pp=4, micro_batch=2, microbatches=3)
+    layouts = [Layout(), Layout(dp=4, zero=2), Layout(tp=4, microbatches=2), Layout(pp=8, microbatches=6)]
+    layouts += [Layout(**all_axes, zero=zero) for zero in (0, 1, 3)]
+    return [(model, layout, 2048) for layout in layouts]
 
 
 def _draw_case() -> tuple[Architecture, Layout, int]:

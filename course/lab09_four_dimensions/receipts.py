@@ -62,7 +62,8 @@ def torch_mesh(found: Sequence[dict[str, Any]] | None = None, mesh_groups: Calla
 
 
 def _same(own: tuple[dict, dict], theirs: tuple[dict, dict]) -> bool:
-    return own[0] == theirs[0] and own[1] == theirs[1]
+    groups = [{axis: [int(rank) for rank in each] for axis, each in found[1].items()} for found in (own, theirs)]
+    return own[0] == theirs[0] and groups[0] == groups[1]
 
 
 # Links.

@@ -41,6 +41,10 @@ def check_commit(learner: tuple[Callable, Callable]) -> Receipt:
     for n, order in ((3, (0, 1, 2)), (3, (2, 1, 0)), (1, (0,))):
         old, before = _written(save, load, Disk(), 9, n, order)
         new = 10, new_shards(10, n)
+        ahead, _ = play_save(save, old, *new, order, patience=4)
+        judge_load(
+            load, ahead, [new], f"nobody was killed, {n} ranks have saved, and rank {order[0]} ran ahead of others"
+        )
         done, played = play_save(save, old, *new, order)
         for cut in CUTS:
             where = f"save has returned on all {n} ranks, then the power fails; of what is not flushed the disk keeps"
@@ -73,7 +77,7 @@ def new_shards(step: int, n: int) -> list[bytes]:
 
 
 def play_save(
-    save: Callable, disk: Disk, step: int, shards: Sequence[bytes], order: Sequence[int], **kill: Any
+    save: Callable, disk: Disk, step: int, shards: Sequence[bytes], order: Sequence[int], patience: int = 1, **kill: Any
 ) -> tuple:
     """The disk afterwards, and what was done. The disk that is given stays as it is."""
     disk = disk.copy()
@@ -81,7 +85,7 @@ def play_save(
     def program(group: Member, own: Handle) -> None:
         save(step, shards[group.rank], group, own)
 
-    played = InterleavedRanks(disk, order, **kill).play(program)
+    played = InterleavedRanks(disk, order, patience=patience, **kill).play(program)
     if not kill and len(played.returned) < len(shards):
         stuck = sorted(set(range(len(shards))) - played.returned)
         why = "after 400 operations" if len(played.operations) >= MOST_OPERATIONS else "waiting for others for ever"
@@ -186,7 +190,8 @@ def check_manifest(learner: tuple[Callable, Callable]) -> Receipt:
         manifest = describe(folder)
         _judge_manifest(manifest, whole, folder, damaged)
         _lay(other, whole)
-        _judge_damage(damaged(other, manifest), [], "all files were copied to another folder")
+        _lay(folder, {})
+        _judge_damage(damaged(other, manifest), [], "all files were moved to another folder")
         damages, spoilt = list(_damages(whole)), list(_spoilt(manifest))
         for what, files, wrong in damages:
             _lay(folder, files)
@@ -271,6 +276,9 @@ def _spoilt(manifest: str) -> Iterator[tuple[str, str]]:
     for place in (digits[0], digits[-1], random.choice(digits)):
         other = str((int(manifest[place]) + random.randint(1, 9)) % 10)
         yield "one digit of the manifest is another", manifest[:place] + other + manifest[place + 1 :]
+    letters = [match.start() for match in re.finditer(r"[a-z]", manifest)]
+    for place in random.sample(letters, min(3, len(letters))):
+        yield "one letter of the manifest is another", manifest[:place] + "_" + manifest[place + 1 :]
     yield "the second half of the manifest is missing", manifest[: len(manifest) // 2]
     yield "the manifest is empty", ""
 

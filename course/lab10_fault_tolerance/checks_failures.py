@@ -106,8 +106,8 @@ def _groups() -> list[tuple[str, list[list[float]], list[int], float]]:
 
     one, other = random.sample(range(8), 2)
     held_up = work(4, {})
-    held_up[0][one % 4] *= 60
-    held_up[-1][(one + 1) % 4] *= 60
+    for step, rank in ((0, one), (1, one), (2, one), (7, one + 1), (9, one + 1)):
+        held_up[step][rank % 4] *= 60
     once_fast = work(4, {one % 4: 3.0})
     once_fast[random.randrange(10)][one % 4] /= 9
     return [
@@ -116,7 +116,7 @@ def _groups() -> list[tuple[str, list[list[float]], list[int], float]]:
         ("8 ranks, two of them slow", work(8, {one: 3.0, other: 9.0}), sorted((one, other)), 2.0),
         ("2 ranks, one of them slow", work(2, {one % 2: 3.0}), [one % 2], 2.0),
         ("4 ranks, one of them faster than the others", work(4, {one % 4: 0.3}), [], 2.0),
-        ("4 ranks, two of them held up in one step each", held_up, [], 2.0),
+        ("4 ranks, two of them held up in a few steps", held_up, [], 2.0),
         ("4 ranks, one of them slow but for one step", once_fast, [one % 4], 2.0),
         ("4 ranks, one of them takes 3 times as long, and factor is 4", work(4, {one % 4: 3.0}), [], 4.0),
         ("4 ranks, one of them takes 1.7 times as long, and factor is 1.3", work(4, {one % 4: 1.7}), [one % 4], 1.3),
@@ -161,32 +161,43 @@ def check_same_branch(learner: Callable) -> Receipt:
     cases = [_batch("all losses are finite", ()), _batch("no loss is finite", range(3)), _batch("all finite again", ())]
     cases += [
         _batch(f"the loss of rank {bad} alone is {value}", (bad,), value)
-        for bad, value in ((1, math.nan), (2, math.inf))
+        for bad, value in ((1, math.nan), (2, math.inf), (1, -math.inf))
     ]
     ranks = run(_try_batches, 3, learner, cases, advice="Which rank did not call the all-reduce that others wait in?")
     for index, case in enumerate(cases):
         found = [rank[index] for rank in ranks]
         for rank, mine in enumerate(found):
             _judge_step(case, rank, mine, found)
+    pair = _batch("2 ranks, all losses are finite", (), ranks=2)
+    for rank, (mine,) in enumerate(run(_try_batches, 2, learner, [pair])):
+        _judge_step(pair, rank, mine, [mine])
     skipped = sum(mine is None for rank in ranks for mine in rank)
     return receipt(
-        "5 batches on 3 ranks",
+        "6 batches on 3 ranks",
         [
             row("steps skipped, on all ranks", 3 * sum(case.right is None for case in cases), skipped),
-            row("steps made, on all ranks", 3 * sum(case.right is not None for case in cases), 15 - skipped),
+            row(
+                "steps made, on all ranks", 3 * sum(case.right is not None for case in cases), 3 * len(cases) - skipped
+            ),
         ],
     )
 
 
-def _batch(what: str, bad: Sequence[int], value: float = math.nan) -> Batch:
+def _batch(what: str, bad: Sequence[int], value: float = math.nan, ranks: int = 3) -> Batch:
     """The gradients of a bad loss are finite here: some are not, and that is no thing to rely on."""
     draw = torch.Generator().manual_seed(random.randrange(2**32))
-    losses = tuple(value if rank in bad else random.uniform(1, 5) for rank in range(3))
-    return Batch(what, losses, tuple(whole_numbers(draw, 6) for _ in range(3)))
+    losses = tuple(value if rank in bad else random.uniform(1, 5) for rank in range(ranks))
+    return Batch(what, losses, tuple(whole_numbers(draw, 6) for _ in range(ranks)))
 
 
 def _try_batches(group: Group, learner: Callable, cases: Sequence[Batch]) -> list[Any]:
-    return [learner(torch.tensor(case.losses[group.rank]), case.gradients[group.rank].clone(), group) for case in cases]
+    found = []
+    for case in cases:
+        loss = torch.tensor(case.losses[group.rank])
+        found.append(learner(loss, case.gradients[group.rank].clone(), group))
+        if not torch.equal(loss.nan_to_num(), torch.tensor(case.losses[group.rank]).nan_to_num()):
+            raise CheckFailed(f"{case.what}: your function wrote into the loss: reduce a tensor of your own")
+    return found
 
 
 def _judge_step(case: Batch, rank: int, mine: Any, found: Sequence[Any]) -> None:

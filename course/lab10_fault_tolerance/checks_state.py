@@ -1,19 +1,23 @@
 """Lab 10, state: bytes that another layout needs, and all that the next step depends on."""
 
 import io
+import pickle
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import cloudpickle
 import torch
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab10_fault_tolerance.loop import PARTS, Loop
 from course.shared.diagnose import expect
+from course.shared.trials import run
+from minillm.comm import Group, RankError
 
 BEFORE, AFTER = 7, 8  # steps before the save, and compared after it
 
@@ -148,6 +152,7 @@ def check_resume(learner: tuple[Callable, Callable]) -> Receipt:
 
 
 def _check_resume(capture: Callable, restore: Callable, seed: int) -> Receipt:
+    before = cloudpickle.dumps(restore)  # with the globals as they are before anything is captured
     torch.manual_seed(seed)
     random.seed(seed)
     loop = Loop(seed, seed)
@@ -177,6 +182,7 @@ def _check_resume(capture: Callable, restore: Callable, seed: int) -> Receipt:
             step = next(i for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)) if mine != theirs)
             raise CheckFailed(_say_other(other, step, when), evidence=[other, when])
         same += sum(mine == theirs for mine, theirs in zip(found, expected, strict=True))
+    _judge_elsewhere(before, at_once, seed, expected)
     return receipt(
         "saved after 7 steps, resumed in a fresh loop",
         [
@@ -184,6 +190,27 @@ def _check_resume(capture: Callable, restore: Callable, seed: int) -> Receipt:
             row("    bytes of the state", None, len(at_once), "B"),
         ],
     )
+
+
+def _judge_elsewhere(restore: bytes, blob: bytes, seed: int, expected: list[float]) -> None:
+    """CheckFailed unless a process that never saw the first loop goes on with the same losses."""
+    try:
+        found = run(_resumed_elsewhere, 1, restore, blob, seed)[0]
+    except RankError as error:
+        found = str(error).splitlines()[0]
+    if found != expected:
+        raise CheckFailed(
+            "right in this process, but not in another one, which is what a resume is: put everything into the state, "
+            "nothing into globals",
+            evidence=found,
+        )
+
+
+def _resumed_elsewhere(_: Group, restore: bytes, blob: bytes, seed: int) -> list[float]:
+    """The losses after a resume in a process that never saw the first loop."""
+    resumed = Loop(seed + 5, seed)
+    cloudpickle.loads(restore)(resumed, torch.load(io.BytesIO(blob), weights_only=True))
+    return [resumed.step() for _ in range(AFTER)]
 
 
 def _restored_twice(restore: Callable, blob: bytes, loop: Loop) -> bytes:
@@ -206,7 +233,32 @@ def _written(state: Any) -> bytes:
             f"the state holds objects{f' ({named[1]})' if named else ''}, not only tensors, numbers, texts, tuples, "
             "lists and dicts: a checkpoint that needs your classes to be unpickled cannot be read by a later version"
         ) from error
+    if any(map(_is_pickle, _leaves(state))):
+        raise CheckFailed(
+            "the state holds pickled objects, as bytes: a checkpoint that needs your classes to be unpickled cannot be "
+            "read by a later version. Save tensors, numbers, texts, tuples, lists and dicts"
+        )
     return file.getvalue()
+
+
+def _leaves(state: Any) -> Iterator[Any]:
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else None
+    if parts is None:
+        yield state
+    for part in parts or ():
+        yield from _leaves(part)
+
+
+def _is_pickle(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.uint8:
+        leaf = leaf.flatten().numpy().tobytes()
+    if not isinstance(leaf, bytes | bytearray):
+        return False
+    try:
+        pickle.loads(leaf)
+    except Exception:
+        return False
+    return True
 
 
 def _equal(one: Any, other: Any) -> bool:

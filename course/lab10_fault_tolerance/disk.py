@@ -152,7 +152,8 @@ class InterleavedRanks:
     """Ranks as threads of which one moves at a time: the first in `order` that can, by one operation on the disk.
 
     stop_after: operations until all are killed. victim, victim_after: a rank, and operations of its own until it is
-    killed; those that wait for it in a barrier are killed when nobody else can move.
+    killed; those that wait for it in a barrier are killed when nobody else can move. patience: how many questions
+    a rank may ask in a row before it lets the others go first.
     """
 
     def __init__(
@@ -162,9 +163,11 @@ class InterleavedRanks:
         stop_after: int | None = None,
         victim: int | None = None,
         victim_after: int = 0,
+        patience: int = 1,
     ) -> None:
         self.disk, self.order, self.stop_after = disk, list(order), stop_after
         self.victim, self.victim_after = victim, victim_after
+        self.patience, self.asked = patience, dict.fromkeys(order, 0)  # questions since it last changed something
         self.changed = threading.Condition()
         self.state = dict.fromkeys(order, "running")  # running, asking, at the barrier, returned, dead
         self.may_move: int | None = None
@@ -214,8 +217,9 @@ class InterleavedRanks:
     def operate(self, rank: int, name: str, *arguments: object) -> object:
         self._wait(rank, "asking")
         self.operations.append((rank, f"{name} {arguments[0] if arguments else '.'}"))
-        if name in ("read", "list", "exists"):  # whoever polls lets the others go first
-            self.order.sort(key=lambda each: each == rank)
+        self.asked[rank] = self.asked[rank] + 1 if name in ("read", "list", "exists") else 0
+        if self.asked[rank] >= self.patience:
+            self.order.sort(key=lambda each: each == rank)  # whoever polls lets the others go first
         return getattr(self.disk, name)(*arguments)
 
     def _next(self) -> bool:

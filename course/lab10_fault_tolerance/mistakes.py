@@ -215,6 +215,37 @@ mistake(
     says="The small file that says which checkpoint counts was overwritten in place: until it is flushed, neither the "
     "old text nor the new one is safe. Write it under another name, flush, rename.",
 )((_pointer_in_place, _by_pointer))
+
+
+def _manifest_early(step, shard, group, disk):
+    """No barrier before the commit, and what is in its way is removed."""
+    draft, final = f"draft-{step}", f"step-{step}"
+    disk.write(f"{draft}/{group.rank}", shard)
+    disk.flush(f"{draft}/{group.rank}")
+    if group.rank == 0:
+        disk.write(f"{draft}/manifest", str(group.world_size).encode())
+        disk.flush(f"{draft}/manifest")
+        if disk.exists(final):
+            disk.remove(final)
+        disk.rename(draft, final)
+        disk.flush(".")
+    group.barrier()
+
+
+def _with_all_shards(disk):
+    steps = [int(name.removeprefix("step-")) for name in disk.list() if name.startswith("step-")]
+    for step in sorted(steps, reverse=True):
+        try:
+            ranks = int(disk.read(f"step-{step}/manifest"))
+            return step, [disk.read(f"step-{step}/{rank}") for rank in range(ranks)]
+        except (FileNotFoundError, ValueError):
+            continue
+    return None
+
+
+mistake("atomic-commit", "the manifest before the others are there", expect="ran ahead of others|killed|power fails")(
+    (_manifest_early, _with_all_shards)
+)
 alternative("atomic-commit", "notes instead of a barrier")((_notes, _by_names))
 alternative("atomic-commit", "a file that points to the latest")((_pointer, _by_pointer))
 alternative("atomic-commit", "shards that prove themselves")((_self_checking, _newest_that_is_whole))

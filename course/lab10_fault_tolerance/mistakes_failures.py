@@ -149,6 +149,14 @@ mistake(
 )
 
 
+mistake(
+    "straggler",
+    "three steps in the middle",
+    {"for step in steps) for rank in ranks]": "for step in steps[1:4]) for rank in ranks]"},
+    expect="held up in a few steps",
+)
+
+
 @alternative("straggler", "with tensors")
 def with_tensors(steps, factor=2.0):
     own = torch.tensor(steps, dtype=torch.float64)
@@ -194,6 +202,14 @@ def drifts_apart(loss, gradient, group):
 def looks_at_the_gradient(loss, gradient, group):
     total = group.all_reduce(gradient) / group.world_size
     return total if torch.isfinite(total).all() else None
+
+
+mistake(
+    "same-branch",
+    "always 3",
+    {"group.world_size": "3"},
+    expect="2 ranks, all losses are finite: .* another gradient",
+)
 
 
 @mistake("same-branch", "skips only if all are bad", expect="All ranks must skip it")

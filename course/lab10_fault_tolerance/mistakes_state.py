@@ -1,6 +1,7 @@
 """Spoilers of lab 10, state: bytes too many or in the wrong place, and what a resume can forget."""
 
 import copy
+import pickle
 import random
 
 import torch
@@ -142,6 +143,23 @@ mistake(
         'random.setstate(state["python"])': "random.seed(0)",
     },
     expect="torch's generator, Python's generator",
+)
+mistake("resume-state", "a pickle as numbers", expect="pickled objects, as bytes")(
+    (
+        lambda loop: torch.frombuffer(bytearray(pickle.dumps(loop.__dict__)), dtype=torch.uint8),
+        lambda loop, state: vars(loop).update(pickle.loads(state.numpy().tobytes())),
+    )
+)
+KEPT = {}
+
+
+def _keep(loop):
+    KEPT["state"] = right.capture(loop)
+    return {"id": 1}
+
+
+mistake("resume-state", "kept in a global", expect="not in another one")(
+    (_keep, lambda loop, state: right.restore(loop, KEPT["state"]))
 )
 mistake("resume-state", "keeps the objects", expect="not only tensors")(
     (lambda loop: {"loop": copy.deepcopy(loop)}, lambda loop, state: vars(loop).update(vars(state["loop"])))
