@@ -182,7 +182,7 @@ def hello(group):
 launch(hello, 4)
 
 # %% [markdown]
-# The printed lines may come in any order. The results do not: place r of the list holds what rank r returned. The ranks
+# The printed lines may come in any order. The results do not: entry r of the list is what rank r returned. The ranks
 # share no memory, and their processes end with the call.
 #
 # ### Exercise 3 · the first rank program (5 minutes)
@@ -367,7 +367,7 @@ except HangError as hang:
 
 # %%
 empty = [rank for rank, batches in enumerate(batches_of_rank) if not batches]
-print(f"You blamed rank {culprit}. To blame is rank {empty[0]}: its list of batches is empty,")
+print(f"You blamed rank {culprit}. The culprit is rank {empty[0]}: its list of batches is empty,")
 print("so it returned before the all-reduce that the other three are in.")
 
 # %% [markdown]
@@ -484,7 +484,7 @@ receipts.counted_by_torch(matmul_cost)
 # |---|---|
 # | "NVLink on an H100 is 900 GB/s" | That is the sum of both directions ([NVIDIA's data sheet](https://www.nvidia.com/en-us/data-center/h100/)); a message in one direction gets half, 450 GB/s. |
 # | "InfiniBand is 400 GB/s" | Ports are sold in *bits*: NDR is 400 Gb/s, which is 50 GB/s. The factor of 8 is the most common mistake in sizing networks. |
-# | "An H100 does 1,979 TFLOP/s in bf16" | With 2:4 sparsity, which dense models do not have. Dense is 989 TFLOP/s ([the same data sheet](https://www.nvidia.com/en-us/data-center/h100/)). |
+# | "An H100 does 1,979 TFLOP/s in bf16" | With 2:4 sparsity, which dense models do not have. Dense is half of it, 989 TFLOP/s ([the same data sheet](https://www.nvidia.com/en-us/data-center/h100/)). |
 # | "Communication grows linearly with the number of GPUs" | The bytes per rank of a ring all-reduce approach 2P and stay there; the latency term, 2(N−1)·α, is what grows ([Patarasuk and Yuan, 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)). |
 # | "10 % of peak means bad code" | Compare with the roof at the work's intensity, not with the peak ([Williams, Waterman and Patterson, 2009](https://doi.org/10.1145/1498765.1498785)). |
 

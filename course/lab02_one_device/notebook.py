@@ -31,7 +31,7 @@
 # >   2020](https://arxiv.org/abs/1910.02054), §3.1). Activations shrink.
 # > - *"Adam needs 8 bytes per parameter."* That is its two moments. With 16-bit weights a float32 copy of the weights
 # >   comes on top: 12.
-# > - *"Activation checkpointing costs 20 to 40 % of the time."* In FLOPs it costs exactly one forward of what is
+# > - *"Activation checkpointing costs 20 to 40 % of the time."* In FLOPs it costs at most one forward of what is
 # >   recomputed ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)); the time depends on what bounds the step.
 # > - *"Selective checkpointing keeps the matmuls."* The term is used for two things. In
 # >   [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198) it recomputes the core of attention; in
@@ -336,7 +336,7 @@ scaled_step = check("loss-scaling", scaled_step)
 
 # %% [markdown]
 # Skipped steps are part of the design: one in a few thousand, when the scale was doubled too far. bfloat16 needs none
-# of this, and that is the main reason for its success.
+# of this.
 #
 # ## 5 · Recompute
 #

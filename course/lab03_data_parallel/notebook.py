@@ -180,7 +180,7 @@ sliders(
 
 
 # %% [markdown]
-# The result is the same to the bit. (*Asynchronous SGD*, which steps with stale gradients, is something else.)
+# Starting early changes no bit; packing into buckets changes the order of additions. (*Asynchronous SGD*, which steps with stale gradients, is something else.)
 #
 # `parameter.register_post_accumulate_grad_hook(f)` calls `f(parameter)` when its gradient is complete.
 # `group.all_reduce(flat, op="avg", async_op=True)` returns a handle at once; `handle.wait()` returns when the result is
@@ -375,7 +375,7 @@ show(figures.draw_bucket_sweep, numbers=far["sweep"])
 receipts.bucket_sizes(far["sweep"])
 
 # %% [markdown]
-# Between too many buckets and one there is a flat valley; torch's default of 25 MB lies in it for most models and links.
+# Between too many buckets and one there is a flat valley; torch's default of 25 MB was chosen to lie in it.
 # Its first bucket is smaller (1 MB), so that the link is busy early, but only while you leave `bucket_cap_mb` unset: give
 # the argument and it holds for the first bucket, too.
 #
@@ -624,8 +624,8 @@ receipts.design_scaling()
 # **1. How much of the all-reduce can hide behind backward?**
 # <details><summary>Answer</summary>
 #
-# All but the last bucket, if communication is no longer than backward: step = max(backward, communication) + last bucket.
-# If it is longer, the rest is exposed, and only fewer bytes or more compute per step help.
+# All but the last bucket, as long as communication fits behind backward: step = backward + last bucket. If it does not
+# fit: backward up to the first bucket, then all of the communication, and only fewer bytes or more compute per step help.
 # </details>
 #
 # **2. Is averaging over ranks always right?**

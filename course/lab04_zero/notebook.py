@@ -346,7 +346,7 @@ show(
 )
 
 # %% [markdown]
-# In stage 3 with mixed precision the sum agrees with the formula and its parts do not: `FullyShard` keeps its shard in
+# In stage 3 with mixed precision `FullyShard` divides the 16 bytes otherwise than the textbook: it keeps its shard in
 # float32, which *is* the master copy, and gathers it as bf16, so it holds $4 + 4 + 8$ instead of $2 + 2 + 12$.
 #
 # ## Measure: what a rank sends

@@ -1,4 +1,4 @@
-"""Lab 06, pipeline parallelism: messages that nobody waits for for ever, and a backward in two halves."""
+"""Lab 06, pipeline parallelism: messages that cannot deadlock, and a backward in two halves."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -15,7 +15,7 @@
 # ZeRO gathers a layer's weights where they are needed. In a pipeline the weights stay where they are and the
 # *activations* travel. Each of $n$ ranks is a *stage* and holds neighbouring layers. A batch is cut into $M$
 # *microbatches*, which pass through the stages forward (F) and back (B). A batch of 10 samples, cut into 5 microbatches,
-# has 2 *samples* in each. The pipeline-parallel size is the number of stages: "PP = 2" means two stages, not four.
+# has 2 *samples* in each. The pipeline-parallel size is the number of stages.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -66,7 +66,8 @@ receipts.idle_share(guess_idle)
 # - *Pipelines train with stale gradients and several weight versions.* That is true of asynchronous ones such as
 #   [PipeDream, Narayanan et al. 2019](https://doi.org/10.1145/3341301.3359646). With a flush per step they are exact.
 # - *Interleaving is memory-efficient.* Compared with GPipe. It holds *more* activations than plain 1F1B.
-# - *An MFU below 50 % is a sign of bubbles.* Well-tuned large runs reach 35 to 50 %. A bubble is a gap on a timeline.
+# - *An MFU below 50 % is a sign of bubbles.* Llama 3 405B ran at 38 to 43 % ([Llama team
+#   2024](https://arxiv.org/abs/2407.21783), table 4). A bubble is a gap on a timeline.
 #
 # ## Build it
 #
@@ -149,7 +150,7 @@ show(figures.idle_by_microbatches)
 #
 # ### A chart that is impossible
 #
-# 1F1B is often printed like this. Before you run the cell: which dependency does column 4 violate?
+# 1F1B is often printed like this. Before you read on: which dependency does the fifth slot violate?
 
 # %%
 print(PRINTED_CHART)
@@ -401,7 +402,8 @@ receipts.step_times(every)
 # - **Interleaved** ([Narayanan et al. 2021](https://arxiv.org/abs/2104.04473)), also called *virtual pipeline stages*:
 #   $v = 2$ *chunks* per rank, so filling takes half as long: $(n-1)/(vM+n-1)$.
 # - **Zero bubble**: idle for $(n-1)(F+I-W)$ instead of $(n-1)(F+I+W)$, a third if the three are equal.
-# - **Zero bubble V**: two chunks per rank, on a path down the ranks and back up, so the first rank has the loss.
+# - **Zero bubble V** ([Qi et al. 2023](https://arxiv.org/abs/2401.10241)): two chunks per rank, on a path down the ranks
+#   and back up, so the first rank has the loss.
 # - **DualPipe** ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437)): microbatches enter at both ends, and every rank
 #   holds two stages, its own and its mirror image's.
 #

@@ -123,7 +123,7 @@ sliders(
 #
 # After backward each rank has *a share* of some gradients. Two ranks that hold the same numbers of a parameter and saw
 # other tokens must add up. Two that saw the same tokens have the same gradient already. Two that hold other numbers
-# must never add, but both belong into the gradient's norm.
+# must never add, but both belong in the gradient's norm.
 #
 # Here dp is split in two, dp = copies x ep: the ep ranks each hold some of the experts and send each other tokens
 # (lab 08's all-to-all), the copies hold the same experts. So the axes are `pp`, `copies`, `ep`, `cp` and `tp`.
@@ -132,7 +132,7 @@ sliders(
 # |---|---|
 # | `matrix` | of a layer, cut by tp (column or row) |
 # | `norm` | a norm's weight between two tensor-parallel regions, whole on every tp rank; under sequence parallelism each tp rank sees a part of the sequence there |
-# | `router` | of a layer with experts, whole on every tp rank, each of which sees all tokens |
+# | `router` | of a layer with experts, whole on every tp rank, each of which sees all tokens here (Megatron Core's router works on the shard of the sequence, so there tp belongs in the sum) |
 # | `expert` | matrices of one ep rank's experts, cut by tp; they see the tokens of all ep ranks |
 # | `tied` | one table for embedding and head, cut by tp, held by the first stage and the last |
 # | `loss` | the sum of losses that a rank of the last stage reports; the second set is not asked for |
@@ -169,7 +169,7 @@ gradient_axes = check("gradient-axes", gradient_axes)
 # ### 3. What leaves the node? (15 minutes)
 #
 # In a ring each rank sends to the next rank of its group, the last to the first. In a pipeline neighbours exchange
-# activations and gradients, and there is no way from the last stage to the first. Count the bytes between nodes.
+# activations and gradients, and nothing goes from the last stage to the first. Count the bytes between nodes.
 
 
 # %%
@@ -311,7 +311,7 @@ estimate = check("layout-estimate", estimate)
 receipts.dropped(experiments_plan.estimates(estimate))
 
 # %% [markdown]
-# One in twenty-five fits, and the quickest of them is quick only in your estimate: by the planner its step takes more
+# One in twenty-five fits, and the quickest of them is quick only in your estimate: according to the planner its step takes more
 # than three times as long. It gathers its weights over the network for each of 64 microbatches, and one sequence per rank is not
 # enough work to hide that. "Gradients hide behind backward" was the assumption that failed. There is also more to
 # combine: recomputation, and interleaved stages (*chunks*), which shrink the bubble. The planner tries all of it with
@@ -344,7 +344,7 @@ my_plan = check("plan-for-64", my_plan)
 receipts.plans_table(my_plan())
 
 # %% [markdown]
-# tp 8, pp 8 is what many scripts begin with. It fits, and by the planner it is a twentieth slower than the best: the
+# tp 8, pp 8 is what many scripts begin with. It fits, and according to the planner it is a twentieth slower than the best: the
 # last stage has the head beside its layers, and the more stages there are, the longer the others wait for it.
 #
 # The same plan in every order of its axes:
@@ -388,7 +388,7 @@ receipts.published_table()
 print(inspect.getsource(experiments_breaks.buggy_hybrid_step))
 
 # %% [markdown]
-# The loss is right in every mesh, and it falls. Every gradient beside one process, in float64:
+# The loss is right in every mesh, and it falls. Every gradient against one process, in float64:
 
 # %%
 receipts.bug_hunt()
@@ -423,8 +423,9 @@ def hybrid_step(model, microbatch, mesh, shares):
 hybrid_step = check("hybrid-step", hybrid_step)
 
 # %% [markdown]
-# Two projects shipped this bug ([picotron](https://github.com/huggingface/picotron),
-# [VeOmni #1115](https://github.com/ByteDance-Seed/VeOmni/issues/1115)). The weights of the cp ranks drift apart, and no
+# Two projects shipped this bug ([picotron](https://github.com/huggingface/picotron/blob/main/train.py), whose train.py
+# wraps the model only if `dp_world_size > 1`, and VeOmni, [issue
+# 1059](https://github.com/ByteDance-Seed/VeOmni/issues/1059)). The weights of the cp ranks drift apart, and no
 # error is raised. What finds it is a comparison in *every* mesh, axes of one rank included:
 
 # %%

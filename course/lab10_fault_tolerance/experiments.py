@@ -200,7 +200,7 @@ def intervals(play: Callable[..., dict[str, float]] | None = None) -> dict[float
     """A job with the same failures at different intervals: seconds by use. play: the learner's, or the course's."""
     play = play or ANSWERS.play
     draw = random.Random(0)
-    failures = list(itertools.accumulate(draw.expovariate(1 / MTBF_S) for _ in range(4000)))
+    failures = tuple(itertools.accumulate(draw.expovariate(1 / MTBF_S) for _ in range(4000)))
     best = faults.young_interval(SAVE_S, MTBF_S)
     return {each: play(JOB_S, each, SAVE_S, RESTART_S, failures) for each in sorted({*INTERVALS, best})}
 

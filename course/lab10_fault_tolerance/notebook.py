@@ -52,8 +52,8 @@ guess_hours = 24.0  # your guess
 receipts.interruptions(guess_hours)
 
 # %% [markdown]
-# Nothing in such a job is unreliable. There is only very much of it, and each part stops the whole. By the paper's
-# table 59 % of the interruptions came from GPUs and their memory, 13 % from software, 8 % from the network; 6 of the 419
+# Nothing in such a job is unreliable. There is just a lot of it, and any part stops the whole job. By the percentages
+# of the paper's table (its counts give 64 %) 59 % of the interruptions came from GPUs and their memory, 13 % from software, 8 % from the network; 6 of the 419
 # were found to be silent data corruption. So "a GPU fails every 5.8 years" below means its share of all causes.
 #
 # ### Common claims
@@ -71,16 +71,16 @@ receipts.interruptions(guess_hours)
 #
 # ### 1. When does it count? (20 minutes)
 #
-# Each rank writes its shard. Between two of these writes anything can happen: a rank is killed, or the power fails. Of
-# what was not flushed the disk then has everything, nothing, or names without their contents: a file that was being
+# Each rank writes its shard. Between two of these writes anything can happen: a rank is killed, or the power fails. After
+# a power cut the disk may have kept all unflushed data, none of it, or names without contents: a file that was being
 # written or replaced comes back cut in half. Find an order in which `load` always finds a whole checkpoint.
 #
 # The check plays your `save` on 3 ranks with a disk of its own, stops it after every single operation, kills every rank
 # at every point, and lets `load` look at what is left. Then a restarted job, with one rank fewer, saves over the remains.
 # `disk` has `write(path, bytes)`, `flush(path)`, `rename(old, new)`, `remove(path)`, `read(path)`, `exists(path)` and
-# `list(folder)`. `flush` of a file makes its contents last, and the name that it was written under. `rename` moves a file
-# or a whole folder at once; the new name is an entry of the folder above, which `flush` of that folder makes last. `"."` is
-# the folder of all. `group` has `rank`, `world_size` and `barrier()`.
+# `list(folder)`, which gives names without their folder, and nothing for a folder that is not there. `flush` of a file
+# makes its contents last, and the name that it was written under. `rename` moves a file or a whole folder at once; the
+# new name is an entry of the folder above, which `flush` of that folder makes last. `"."` is the folder of all. `group` has `rank`, `world_size` and `barrier()`.
 
 
 # %%
@@ -117,7 +117,7 @@ def load(disk):
 save, load = check("atomic-commit", (save, load))
 
 # %% [markdown]
-# The order that many texts give, beside the one above. Its reader has every benefit of the doubt: it ignores folders
+# The order that many texts give, beside the one above. Its reader is given every benefit of the doubt: it ignores folders
 # without metadata. How many of all kills leave a folder that it takes for whole and that is not?
 
 # %%
@@ -411,7 +411,7 @@ receipts.killed(whole, killed)
 # ### A rank that goes its own way
 #
 # A loss is not a number, and a careful colleague skips that batch. On one rank it happens, on the others not
-# ([nccl #1324](https://github.com/NVIDIA/nccl/issues/1324)).
+# ([torchaudio #3749](https://github.com/pytorch/audio/issues/3749): a NaN on one rank, a return before the all-gather).
 
 # %%
 print(inspect.getsource(experiments_breaks.skip_bad_batch))
@@ -497,7 +497,7 @@ often = experiments.too_often()
 receipts.too_often(often)
 
 # %% [markdown]
-# Saving after every step is ruin in the background too: the next save has to wait until the last one is written. A save
+# Saving after every step is ruinous in the background too: the next save has to wait until the last one is written. A save
 # must not take longer than the interval between two.
 #
 # - *Slow disks*: the interval grows with the root of the cost, and so does the waste: a twentieth of the bandwidth costs
