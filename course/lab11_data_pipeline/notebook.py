@@ -224,11 +224,12 @@ bits_per_byte = check("bits-per-byte", bits_per_byte)
 receipts.units(bits_per_byte)
 
 # %% [markdown]
-# Perplexity gets worse from line to line while the model gets better, because two longer tokens span more text. Compare
-# losses of different tokenizers in bits per byte, and in nothing else.
+# Perplexity rises from line to line because each token stands for more bytes; bits per byte fall because two longer
+# tokens are more context. Compare losses of different tokenizers in bits per byte, and in nothing else.
 #
 # The next table is the bar for every model trained in this course, with the committed vocabulary of 4,096. *Formula*
-# converts the loss with your function; *measured* uses no tokens at all and adds up −log₂ p over the whole text.
+# converts the loss with your function; *measured* adds up −log₂ p over the whole text and never asks how many tokens
+# there are.
 
 # %%
 receipts.ngram_baseline(bits_per_byte)
@@ -464,7 +465,8 @@ receipts.loader_resumes()
 # ## 8 · Where it loses
 #
 # **Threads do not help pure Python.** Your `encode` holds the interpreter's lock, so two threads take turns on one core.
-# PyTorch, numpy, file reads, `hashlib` and the `tokenizers` library release it; everything else needs processes. CPU
+# PyTorch, numpy, file reads, `hashlib` and the `tokenizers` library release it; everything else needs processes (or a
+# CPython without that lock, as its free-threaded build has been since 3.13). CPU
 # time per second of wall time shows it: pure Python cannot exceed 1, while SHA-256 comes near 2 if two cores are free.
 # (Where other programs use the cores, both fall, and the rows say nothing about the lock.)
 

@@ -56,6 +56,13 @@ def check_nucleus(learner: Any) -> list[Row]:
                 evidence=evidence,
             )
         rows.append(row("    their probabilities sum to", sum(right), sum(mine), "", 1e-9))
+    certain = torch.tensor([0.0, 20.0, 0.5]).softmax(0)  # the likeliest is 1.0 in float32, and the others are not 0
+    if not (kept := learner(certain, 1.0)).all():
+        raise CheckFailed(
+            f"top_p 1 keeps all, but of {certain.tolist()}, in float32, you keep {int(kept.sum())}: the running sum is "
+            "rounded and reaches 1 before its end. Treat 1 apart",
+            rows,
+        )
     return rows
 
 

@@ -18,6 +18,12 @@ def back(probabilities, order, kept):
 
 mistake(
     "nucleus",
+    "no case for top_p 1",
+    {"if top_p >= 1:": "if top_p > 1:"},
+    expect="top_p 1 keeps all",
+)
+mistake(
+    "nucleus",
     "without the token that reaches top_p",
     {"ordered.cumsum(-1) - ordered": "ordered.cumsum(-1)"},
     says="You stop one token early: the one that lifts the sum to top_p stays, so the likeliest always does.",
@@ -83,7 +89,7 @@ def share_of_tokens(probabilities, top_p):
 def one_by_one(probabilities, top_p):
     kept, total = torch.zeros_like(probabilities, dtype=torch.bool), 0.0
     for token in ordered(probabilities)[1].tolist():
-        if total >= top_p:
+        if total >= top_p < 1:
             break
         kept[token], total = True, total + float(probabilities[token])
     return kept

@@ -453,7 +453,7 @@ receipts.chats(figures.chats(40), figures.chats(20))
 
 # %% [markdown]
 # With 20 blocks, users take turns and their contexts do not all fit, so LRU evicts each block just before it is
-# needed. A cache that is a little too small may be worth nothing at all.
+# needed. Half of the blocks save far less than half of the work.
 #
 # ## Break it
 #

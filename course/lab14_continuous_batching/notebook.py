@@ -410,7 +410,7 @@ receipts.chunks(guess_gap_ms)
 
 # %% [markdown]
 # The gap is the time of *one chunk* with the decodes in it ([Agrawal et al. 2024](https://arxiv.org/abs/2403.02310)).
-# From 256 tokens up the prompt itself loses little; below, its passes are memory-bound. The last row computes the same
+# From 512 tokens up the prompt itself loses little; below, its passes are memory-bound. The last row computes the same
 # chunks one after the other *without* the decodes in between, and the 16 sequences wait as long as for the whole
 # prompt.
 #
@@ -420,7 +420,7 @@ receipts.chunks(guess_gap_ms)
 receipts.measured_stall()
 
 # %% [markdown]
-# Computed whole, the prompt stops the four sequences for about ten of their steps. In chunks the pause is a few
+# Computed whole, the prompt stops the four sequences for as long as many of their steps (both are in the rows). In chunks the pause is a few
 # steps, and the prompt's own first token comes later: on this CPU a small pass is much less efficient than a large one.
 #
 # ### Four policies, two ways back
@@ -547,13 +547,13 @@ receipts.transformers(at_once["skewed", "continuous"])
 # | loop over steps | `serve/engine.py`: `step` | engine core (ZeroMQ to the API) | `engine/core.py`, `core_client.py` |
 # | schedule | `serve/schedule/scheduler.py` | engine core | `core/sched/scheduler.py` |
 # | blocks, prefix cache | `serve/schedule/blocks.py` | engine core | `core/kv_cache_manager.py`, `block_pool.py` |
-# | forward pass | `serve/run/model_runner.py`, `model/paged/cache.py` | one worker per GPU | `worker/gpu_model_runner.py`, `attention/backends/` |
-# | sample | `serve/sample/reference.py` | worker | `sample/sampler.py` |
+# | forward pass | `serve/run/model_runner.py`, `model/paged/cache.py` | one worker per GPU | `worker/gpu/model_runner.py`, `attention/backends/` |
+# | sample | `serve/sample/reference.py` | worker | `worker/gpu/sample/sampler.py` |
 # | stop strings, text, stream | `serve/requests/request.py` | API server | `engine/output_processor.py`, `detokenizer.py` |
 #
 # Both schedulers do the same arithmetic on `num_computed_tokens`. vLLM separates processes so that tokenizing, HTTP and
 # detokenizing never hold up the next forward pass; its engine process only schedules and talks to workers. (vLLM's
-# [architecture overview](https://docs.vllm.ai/en/latest/design/arch_overview.html); file names of 2026, below `vllm/`.)
+# [architecture overview](https://docs.vllm.ai/en/latest/design/arch_overview.html); file names since v0.25, whose model runner V2 is the default.)
 #
 # | vLLM option | here |
 # |---|---|
@@ -567,7 +567,7 @@ receipts.transformers(at_once["skewed", "continuous"])
 # | the last of the running, or of the lowest priority | `policy="latest"`, `"lowest priority"` |
 #
 # Source: vLLM's [optimization and tuning](https://docs.vllm.ai/en/latest/configuration/optimization.html). Its advice
-# against frequent preemption is what you measured: more blocks, or a smaller `max_num_seqs`.
+# against frequent preemption is more blocks, or a smaller `max_num_seqs`: both lower what you measured above.
 #
 # ## On a GPU
 #

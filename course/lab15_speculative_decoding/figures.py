@@ -162,7 +162,7 @@ def draw_typical(rows: list[tuple[float, float, float]], exact: float) -> Figure
     axes.axhline(exact, color=look(0).color, linestyle="--", label="accepted by the exact rule, total variation 0")
     axes.set(xlabel="threshold ε", ylabel="share", ylim=(0, 1), xscale="log")
     log_ticks(axes.xaxis)
-    headline(axes, "Typical acceptance samples another distribution at every threshold", "Temperature 1")
+    headline(axes, "Typical acceptance samples another distribution at all these thresholds", "Temperature 1")
     axes.legend()
     return figure
 

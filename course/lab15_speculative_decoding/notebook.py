@@ -120,7 +120,7 @@ receipts.one_draft_token()
 
 # %% [markdown]
 # The last row is the rule with the letters swapped. It is off by 1 - Σ min(p, q), exactly as far as the draft itself:
-# the target's opinion makes no difference, and the text still looks fine.
+# the target's opinion brings the output no nearer to its distribution, and the text still looks fine.
 #
 # ### Exercise 2 · the verifier (20 minutes)
 #
@@ -398,7 +398,7 @@ receipts.proposers(table)
 #   proposers with a model win.
 # - Lookahead needs no second model, but it does keep a pool of n-grams and makes each pass wider.
 # - A published factor belongs to one model, text, batch size and machine. The heads here were trained for minutes
-#   (`minillm/checkpoints/*/training.json`), the papers' for days. Medusa and EAGLE also verify a *tree* of draft tokens
+#   (`minillm/checkpoints/*/training.json`), which is far less than the papers'. Medusa and EAGLE also verify a *tree* of draft tokens
 #   in one pass; here a draft is a chain.
 #
 # ## Break it
@@ -474,7 +474,7 @@ show(figures.typical_acceptance)
 
 # %% [markdown]
 # A loose threshold accepts more than the exact rule. A strict one accepts *less* and is still off, because unlikely
-# tokens come too rarely at any threshold. That may be acceptable in a product, but an evaluation of the model without
+# tokens come too rarely at any threshold below 1 (above, every token is drawn anew and the rule is exact). That may be acceptable in a product, but an evaluation of the model without
 # it does not describe that product.
 #
 # ## Where it loses
