@@ -114,6 +114,7 @@ def check_encode(learner: Callable) -> Receipt:
         ([(a, a)], a * 5),
         ([(a, b), (b, c), (b + c, d)], a + b + c + d),
         ([(a, b), (c, d), (a + b, c + d)], a + b + c + d + a),
+        ([(c, d), (b, c + d), (a, b)], a + b + c + d),
     ):
         _judge_encode(learner, piece, {pair: rank for rank, pair in enumerate(merges)})
     text, other = _some_text(20_000), _some_text(3_000)

@@ -81,7 +81,8 @@ def _judge_windows(found: Any, count: int, seq_len: int) -> None:
 )
 def check_deal(learner: Callable) -> Receipt:
     num_samples, seed = random.choice([29, 31, 37]), random.randrange(1000)
-    legs = [(4, 3, 4), (3, 3, 4), (2, 5, 6)]  # ranks, batch size, steps: 48, then 36, then 60 samples
+    # Ranks, batch size, steps: 48, then 36, then 60 samples, then more than two epochs in each step.
+    legs = [(4, 3, 4), (3, 3, 4), (2, 5, 6), (2, num_samples + 5, 2)]
     ranks = launch(feeding.deal_on_ranks, 4, learner, num_samples, seed, legs, device="cpu")
     dealt, messages = [found for found, _ in ranks], sum(sent for _, sent in ranks)
     order, position, seen = partial(permutation, num_samples, seed), 0, Counter()
@@ -92,7 +93,7 @@ def check_deal(learner: Callable) -> Receipt:
             seen.update(sample for share in shares for sample in share)
             position += world * batch_size
     return receipt(
-        f"{num_samples} samples, {position} dealt: on 4 ranks, resumed on 3, resumed on 2",
+        f"{num_samples} samples, {position} dealt: on 4 ranks, resumed on 3, then on 2",
         [
             row("times the rarest sample was shown", position // num_samples, min(seen.values())),
             row("times the most frequent was", -(-position // num_samples), max(seen.values())),

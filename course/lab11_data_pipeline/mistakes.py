@@ -199,6 +199,18 @@ mistake(
 )
 
 
+@mistake("bpe-encode", "the leftmost pair whose neighbours rank no lower", expect="merges")
+def leftmost_local_minimum(piece, ranks):
+    word = [bytes([byte]) for byte in piece]
+    while True:
+        known = [ranks.get(pair, math.inf) for pair in pairwise(word)]
+        around = [math.inf, *known, math.inf]
+        lowest = [at for at, rank in enumerate(known) if rank < math.inf and rank <= min(around[at], around[at + 2])]
+        if not lowest:
+            return word
+        word[lowest[0] : lowest[0] + 2] = [word[lowest[0]] + word[lowest[0] + 1]]
+
+
 @alternative("bpe-encode", "all occurrences of the lowest pair at a time")
 def all_at_once(piece, ranks):
     word = tuple(bytes([byte]) for byte in piece)

@@ -152,6 +152,13 @@ mistake(
 )
 
 
+@mistake("deal-samples", "this epoch and the next, then no more", expect="sample")
+def two_epochs(position, order, num_samples, batch_size, rank, world_size):
+    epoch, offset = divmod(position, num_samples)
+    stream = [*order(epoch), *order(epoch + 1)]
+    return [int(each) for each in stream[offset : offset + world_size * batch_size][rank::world_size]]
+
+
 @alternative("deal-samples", "a generator over the whole stream")
 def from_the_stream(position, order, num_samples, batch_size, rank, world_size):
     stream = chain.from_iterable(order(epoch) for epoch in count())
