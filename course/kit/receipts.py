@@ -16,6 +16,7 @@ import functools
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -77,11 +78,15 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Receipt:
-    """A titled table of rows; `.ok` is False as soon as one is off. print() shows all rows, a notebook the first."""
+    """A titled table of rows; `.ok` is False as soon as one is off. print() shows all rows, a notebook the first ones.
+
+    show: a regular expression for the names of rows that a notebook shows, too, wherever they stand.
+    """
 
     title: str
     rows: tuple[Row, ...]
     open_rows: int = OPEN_ROWS
+    show: str = ""
 
     @property
     def ok(self) -> bool:
@@ -97,7 +102,7 @@ class Receipt:
 
     @property
     def open(self) -> tuple[Row, ...]:
-        """The rows that are not folded: the first ones, and each that is off with the row it is indented under."""
+        """The rows that are not folded: the first, those to show, and each that is off with the row it stands under."""
         return self._rows(is_open=True)
 
     @property
@@ -142,12 +147,13 @@ class Receipt:
 
     def _is_open(self) -> list[bool]:
         """Row by row, whether it is not folded."""
-        marks = [place < self.shown or row.verdict == "off" for place, row in enumerate(self.rows)]
+        named = [row.verdict == "off" or bool(self.show and re.search(self.show, row.name)) for row in self.rows]
+        marks = [place < self.shown or wanted for place, wanted in enumerate(named)]
         parent = 0
-        for place, row in enumerate(self.rows):
+        for place, wanted in enumerate(named):
             if not self._indented(place):
                 parent = place
-            elif row.verdict == "off":
+            elif wanted:
                 marks[parent] = True
         return marks
 
@@ -253,15 +259,16 @@ def formula(name: str, value: Any, unit: str = "", *, guess: Any = None) -> Row:
     return Row(name, _scalar(value), None, unit, "info", "formula", _scalar(guess))
 
 
-def receipt(title: str, rows: Iterable[Row], *, open_rows: int = OPEN_ROWS) -> Receipt:
-    """A receipt from rows made by `row` and `formula`; rows after `open_rows` are folded, except those off."""
+def receipt(title: str, rows: Iterable[Row], *, open_rows: int = OPEN_ROWS, show: str = "") -> Receipt:
+    """A receipt from rows made by `row` and `formula`; rows after `open_rows` are folded, except those off and those
+    whose names the regular expression `show` finds: the rows that a text or a question speaks of."""
     if open_rows < 1:
         raise ValueError(f"open_rows={open_rows} of receipt '{title}' must be 1 or more")
-    return Receipt(title, tuple(rows), open_rows)
+    return Receipt(title, tuple(rows), open_rows, show)
 
 
 def titled(
-    title: str, *, open_rows: int = OPEN_ROWS
+    title: str, *, open_rows: int = OPEN_ROWS, show: str = ""
 ) -> Callable[[Callable[..., Iterable[Row]]], Callable[..., Receipt]]:
     """What a function that yields rows returns: their receipt. {names} in the title are the function's arguments.
 
@@ -274,7 +281,7 @@ def titled(
         def made(*args: Any, **options: Any) -> Receipt:
             given = inspect.signature(make).bind(*args, **options)
             given.apply_defaults()
-            return receipt(title.format(**given.arguments), make(*args, **options), open_rows=open_rows)
+            return receipt(title.format(**given.arguments), make(*args, **options), open_rows=open_rows, show=show)
 
         return made
 

@@ -29,7 +29,7 @@ def bytes_moved(moved: dict[str, Any] | None = None, guess_mb: float | None = No
         name, predicted = f"{line['name']}: busiest rank, ledger", line["busiest_predicted"]
         rows.append(row(name, predicted, line["busiest_ledger"], "B", guess=guess))
         rows.append(row("    all ranks, wire", line["predicted"], line["wire"], "B", tolerance=0.03, noisy=True))
-    return receipt(f"P = {moved['payload_bytes']:,} bytes on {moved['world_size']} ranks", rows)
+    return receipt(f"P = {moved['payload_bytes']:,} bytes on {moved['world_size']} ranks", rows, show="busiest rank")
 
 
 def same_bits(same: bool | None = None, error: float | None = None) -> Receipt:
@@ -110,6 +110,7 @@ def leaving_a_node(nodes: int = 8, per_node: int = 8) -> Receipt:
             formula("    through the busiest network card", max(two.inter.sent_per_rank) / payload),
             formula("    rounds, of which cross between nodes", (two.total.rounds, two.inter.rounds)),
         ],
+        show="two levels",
     )
 
 

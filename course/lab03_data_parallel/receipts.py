@@ -95,7 +95,7 @@ def on_ranks(group: Group) -> dict[str, Any]:
     }
 
 
-@titled(f"a model of {experiments.gradient_bytes():,} bytes of gradients, 4 ranks")
+@titled(f"a model of {experiments.gradient_bytes():,} bytes of gradients, 4 ranks", show="4 microbatches")
 def sent(ranks: Sequence[dict[str, Any]], guess: float | None = None) -> Iterator[Row]:
     n, order = len(ranks), experiments.sizes(experiments.model())
     caps = (experiments.CAP_MB, 4 * experiments.CAP_MB)
@@ -152,7 +152,7 @@ def straggler(found: dict[str, Any]) -> Iterator[Row]:
             yield row(f"rank {rank}'s step, {name}", found["predicted_s"][index], times[index], "s", 0.35, noisy=True)
 
 
-@titled("bytes per step on 2 ranks, and the loss in the end")
+@titled("bytes per step on 2 ranks, and the loss in the end", show="last loss")
 def compression(found: dict[str, Any], share: float = 0.01) -> Iterator[Row]:
     forms, count = found["forms"], [found["elements"]]
     kept, mine = f"top {share:.0%}, error feedback", f"yours, top {share:.0%}"

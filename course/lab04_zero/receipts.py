@@ -62,7 +62,7 @@ def state(found: Findings | None = None, world_size: int = WORLD) -> Iterator[Ro
             yield row(name, stages.predicted_state(setup), held, "B", tolerance=0.02)
 
 
-@titled(f"sent per rank and step, N = 4, P = {4 * PSI:,} B")
+@titled(f"sent per rank and step, N = 4, P = {4 * PSI:,} B", show="4 microbatches")
 def sent(found: Findings | None = None, world_size: int = WORLD) -> Iterator[Row]:
     found = found or _compared()
     unit = 4 * PSI * (world_size - 1) / world_size
@@ -83,7 +83,7 @@ def same_losses(found: Findings | None = None) -> Iterator[Row]:
     yield row("last loss of every stage, N and K: DDP's on 4 ranks, to 1e-5", True, off < 1e-5)
 
 
-@titled("what one block ahead gains and costs")
+@titled("what one block ahead gains and costs", show="prefetch 1")
 def prefetch(clocks: dict[int, dict[str, Any]] | None = None) -> Iterator[Row]:
     clocks = clocks or links.stage3_on_a_clock((0, 1))
     for ahead, numbers in clocks.items():
@@ -100,7 +100,7 @@ def offload(lines: Sequence[tuple[str, float, float, int, bool]]) -> Iterator[Ro
         yield row("    the same losses as without", True, same)
 
 
-@titled("one gradient, four shards")
+@titled("one gradient, four shards", show="by local norms")
 def clipping(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = found or [rank["clip"] for rank in _accidents()]
     local, true, n = [each["local"] for each in found], found[0]["global"], len(found)
@@ -188,7 +188,7 @@ def peers(theirs: Sequence[dict[str, Any]], one_step: float) -> Iterator[Row]:
     yield row("all have minillm's loss, to 1e-4", True, off < 1e-4)
 
 
-@titled("fp32, N = 4: who shards what")
+@titled("fp32, N = 4: who shards what", show="accelerate")
 def held_by_peers(ours: dict[str, int], theirs: dict[str, Any]) -> Iterator[Row]:
     for name, memory in {"minillm FullyShard": ours, **{name: peer["memory"] for name, peer in theirs.items()}}.items():
         yield row(f"{name}: bytes of state per rank / Ψ", None, sum(memory.values()) / PSI)

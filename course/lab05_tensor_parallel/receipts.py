@@ -153,7 +153,7 @@ def single_layers(found: dict[str, tuple[str, str]] | None = None) -> Iterator[R
         yield row(f"{name}: forward + backward", due, " + ".join(found[name]))
 
 
-@titled("emulated products and link")
+@titled("emulated products and link", show="pieces")
 def overlap(backward: dict[str, dict[str, Any]], forward: dict[int, tuple[float, float]]) -> Iterator[Row]:
     for name, n in backward.items():
         yield row(
@@ -195,7 +195,7 @@ def grad_norm(ways: Sequence[dict[str, float]] | None = None) -> Iterator[Row]:
     yield row("all squares added: √(norm² + (t-1)·replicated²)", naive, ways[0]["naive"], "", 1e-9)
 
 
-@titled("{whose}")
+@titled("{whose}", open_rows=1, show="gradient of x")
 def bug_hunt(found: dict[str, list[float]], whose: str) -> Iterator[Row]:
     for name, errors in found.items():
         yield row(f"{name}: relative error, by rank", None, tuple(errors))

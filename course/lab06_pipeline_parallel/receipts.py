@@ -128,7 +128,7 @@ def asynchronous() -> Iterator[Row]:
     yield row("    gradients off from those of one process, by stage", None, tuple(late.off))
 
 
-@titled("one model, three scales")
+@titled("one model, three scales", open_rows=5)
 def scaled(found: dict[str, Any]) -> Iterator[Row]:
     ratios = {
         "divided": 1,

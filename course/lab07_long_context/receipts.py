@@ -125,7 +125,7 @@ def offsets(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     yield row("    relative errors", None, tuple(found))
 
 
-@titled("4 ranks against one process")
+@titled("4 ranks against one process", open_rows=4)
 def bug_hunt(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = [rank["bug_hunt"] for rank in found or _accidents()]
     yield row("output: relative error below 1e-12", True, max(rank["output"] for rank in found) < 1e-12)

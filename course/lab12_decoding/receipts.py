@@ -109,7 +109,7 @@ def one_more_token() -> Receipt:
         for way, numbers in ways.items():
             found.append(row(f"{size} tokens, {way}: FLOPs of the next", numbers["predicted"], numbers["flops"]))
         found.append(row("    both ways: logits within 0.001", True, ways["cached"]["apart"] < 1e-3))
-    return receipt("the small model, float32", found)
+    return receipt("the small model, float32", found, show="cached|recomputed")
 
 
 def whole_answer(prompt: int = 1000, answer: int = 200) -> Table:
@@ -240,7 +240,7 @@ def other_passes(batch: int = 4) -> Receipt:
         if dtype is torch.bfloat16:
             found.append(row("    largest lead that was lost, places with an exact tie", None, (seen.gap, seen.ties)))
     found.append(row("    float64: below 1e-9", True, seen.apart < 1e-9))
-    return receipt("the same tokens in other passes", found)
+    return receipt("the same tokens in other passes", found, show="greedy tokens changed")
 
 
 def transformers() -> Receipt:

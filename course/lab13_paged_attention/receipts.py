@@ -99,6 +99,7 @@ def shared_prefix(with_cache=None, without=None) -> Receipt:
             row("time to first token, without", None, without["ttft"], "s"),
             row("    with", None, with_cache["ttft"], "s"),
         ],
+        show="saved|time to first token",
     )
 
 
@@ -142,7 +143,7 @@ def chats(roomy=None, tight=None) -> Receipt:
         rows.append(row(f"{name}: prompt tokens from the cache, by turn", None, by_turn))
         rows.append(row("    share of all", None, sum(chat["hits"]) / sum(roomy["prompts"])))
         rows.append(row("    blocks evicted", None, chat["evicted"]))
-    return receipt("three users, four turns, blocks of 8", rows)
+    return receipt("three users, four turns, blocks of 8", rows, open_rows=6)
 
 
 def broken_engines(findings: dict) -> Table:
@@ -233,6 +234,7 @@ def interview_numbers() -> Receipt:
             formula("    64-bit keys, a billion blocks: two alike", predict.collision_chance(10**9, 64)),
             formula("    32-bit keys, 100,000 blocks", predict.collision_chance(100_000, 32)),
         ],
+        show="two alike|100,000 blocks",
     )
 
 
@@ -257,6 +259,7 @@ def design_numbers() -> Receipt:
             formula("    blocks of 128", predict.requests_in_pool(room, 600, 128)),
             formula("    a block of 128", 128 * per_token, "B"),
         ],
+        show="B. chats|blocks of 128",
     )
 
 

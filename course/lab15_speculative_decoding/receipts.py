@@ -40,7 +40,9 @@ def one_draft_token(temperature: float = 1.0) -> Receipt:
     for place, (name, way) in enumerate(experiments_breaks.one_draft_token(p, q).items()):
         off = float(experiments_breaks.total_variation(way, p).mean())
         found.append(row(f"{name}: exact", True, off < NOTHING) if place == 0 else row(f"{name}: off by", None, off))
-    return receipt("one draft token at 192 positions of code: distance from the target's distribution", found)
+    return receipt(
+        "one draft token at 192 positions of code: distance from the target's distribution", found, show="off by"
+    )
 
 
 def your_loop(answer: Sequence[int], passes: int, prompt: Sequence[int]) -> Receipt:

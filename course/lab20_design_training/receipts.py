@@ -18,7 +18,7 @@ CASES = Cases(Path(__file__).with_name("answers.toml"), problems, problems_runni
 decide, answer = CASES.decide, CASES.answer
 
 
-@titled("published runs: formula beside what their authors measured", open_rows=6)
+@titled("published runs: formula beside what their authors measured", open_rows=6, show="share of the peak")
 def published_runs() -> Iterator[Row]:
     """Utilisation by our formulas beside what the authors measured: at most 15 % apart; memory fits where it fitted."""
     for comparison in map(published.compare, published.CHOSEN):

@@ -180,3 +180,11 @@ def test_only_what_the_machine_decides_may_be_off_in_a_strict_run(made, steady, 
                 display(shown)
         else:
             assert "off" in display(shown)
+
+
+def test_rows_that_the_lab_names_are_never_folded():
+    rows = [row("first", 1, 1), row("second", 1, 1), row("third", 1, 1), row("    of x", None, 2), row("last", 1, 1)]
+    found = receipt("by name", rows, open_rows=1, show="of x|last")
+    assert [each.name for each in found.open] == ["first", "third", "    of x", "last"]
+    assert [each.name for each in found.folded] == ["second"]
+    assert "second" not in repr(found) and "second" in str(found)
