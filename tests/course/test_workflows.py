@@ -55,3 +55,25 @@ def test_citation_and_changelog_are_of_this_version():
 def test_kubernetes_would_take_a_recipe(recipe):
     for document in yaml.safe_load_all(recipe.read_text(encoding="utf-8")):
         kubernetes_validate.validate(document, "1.30", strict=True)
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem)
+def test_a_form_asks_for_what_is_needed(form):
+    content = yaml.safe_load(form.read_text(encoding="utf-8"))
+    if form.stem == "config":
+        assert set(content) == {"blank_issues_enabled"}
+        return
+    assert {"name", "description", "body"} <= content.keys()
+    for question in content["body"]:
+        assert question["type"] in ("input", "textarea", "dropdown") and question["attributes"]["label"]
+    names = [question["id"] for question in content["body"]]
+    assert len(names) == len(set(names)) and any(question["validations"]["required"] for question in content["body"])
+
+
+def test_the_cell_for_hosted_notebooks_installs_what_is_there():
+    """Each of its commands: a folder that README clones into, an extra of pyproject.toml, a command of minillm."""
+    (cell,) = re.findall(r"```python\n(!git clone .*?)```", (ROOT / "docs/cluster.md").read_text(), re.DOTALL)
+    assert "git clone REPOSITORY_URL minillm" in cell and "%cd minillm" in cell
+    (extras,) = re.findall(r"pip install .*-e \.\[([\w,]+)\]", cell)
+    assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
+    assert "!python -m minillm doctor" in cell
