@@ -76,13 +76,13 @@ class Speculation:
         None: its logits are not finite; no tokens: they are not finite because of the draft, which is dropped.
         """
         logits = step.outputs.logits
-        if not all([sample.request.params.greedy_only for sample, _, _ in step.ready]):
+        if not all([sample.request.params.greedy_only for sample, _, _, _ in step.ready]):
             logits = logits.cpu()  # drafts are checked there; for greedy ones the likeliest tokens say all
         most, likeliest = logits.max(-1)
         best = torch.where(most.isfinite(), likeliest, NOT_FINITE).tolist()
         verified: list[list[Token] | None] = []
         faults: list[tuple[Sample, Exception]] = []
-        for sample, start, end in step.ready:
+        for sample, _, start, end in step.ready:
             ended = sample.reason is not None or any(sample.request is other.request for other, _ in faults)
             if best[start] < 0 and (ended or end - start == 1):
                 verified.append(None)
