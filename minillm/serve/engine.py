@@ -91,7 +91,7 @@ class LLM:
         if compile is not False:
             compile_blocks(model, compile)
         self.backend = backend or default_backend(weight.device, weight.dtype)
-        self.kv_dtype, kv_format = kv_dtype, kv_format_named(kv_dtype, self.backend)
+        kv_format = kv_format_named(kv_dtype, self.backend)
         limits = {"utilization": gpu_memory_utilization, "kv_format": kv_format, "scheduling": scheduling}
         num_blocks, num_host_blocks = pool_sizes(model, block_size, num_blocks, num_host_blocks, **limits)
         window, widest = model.config.window_of_all_layers, blocks_of_full_length(model.config, block_size)
@@ -114,7 +114,7 @@ class LLM:
         if proposer is not None:
             from minillm.serve.speculate.speculation import Speculation
 
-            self.speculation = Speculation(proposer, k, model.config, clock)
+            self.speculation = Speculation(proposer, k, model.config)
         self.requests = RequestTable(self.scheduler, self.speculation, model.config, tokenizer, clock)
         core = AsyncScheduling if async_scheduling else EngineCore
         self.core = core(self.runner, self.requests, keep_records=keep_records, record_blocks=record_blocks)
