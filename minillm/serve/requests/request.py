@@ -8,12 +8,13 @@ the last sample has ended ──output_of──▶ Output, which the user gets (
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.model.draw import Draw, sample_seed
-from minillm.serve.numbers import whole_numbers
+from minillm.serve.numbers import check_whole, whole_numbers
 from minillm.serve.requests.params import SamplingParams, Token, plain_token
 from minillm.serve.schedule.blocks import cache_namespace
 from minillm.serve.schedule.sequence import Sequence
@@ -104,9 +105,9 @@ class Sample(Sequence):
 
 
 def new_request(
-    prompt: list[int],
-    params: SamplingParams,
-    limit: int,
+    prompt: str | list[int],
+    params: SamplingParams | None,
+    config: ModelConfig,
     tokenizer: Tokenizer | None,
     now: float,
     *,
@@ -115,19 +116,27 @@ def new_request(
     timeout_s: float | None = None,
     awaited: bool = False,
 ) -> Request:
-    """A request that has just arrived, and its samples, of at most `limit` tokens, prompt included.
+    """A request that has just arrived, and its samples; see `LLM.add`. ValueError for what the model cannot take.
 
     The tokenizer's end of text stops it, unless params say not.
     """
+    params = params or SamplingParams()
+    tokens = prompt_ids(prompt, params, tokenizer, config)
+    priority = check_whole("priority", priority)
+    if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
+        raise ValueError(f"timeout_s {timeout_s!r} must be above 0, or None.")
+    if not isinstance(salt, str | None):
+        raise ValueError(f"salt {salt!r} must be a text, or None.")
+    limit = min(len(tokens) + params.max_tokens, config.max_seq_len)
     stops = set(params.stop_tokens)
     if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
         stops.add(tokenizer.eos_id)
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    request = Request(prompt, params, seed, frozenset(stops), now, timeout_s, awaited)
+    request = Request(tokens, params, seed, frozenset(stops), now, timeout_s, awaited)
     shared = {"priority": priority, "origin": cache_namespace(None, salt), "request": request}
     for index in range(params.n):
         own = {"index": index, "draw": Draw(sample_seed(seed, index)), "push": tokenizer and tokenizer.stream()}
-        request.samples.append(Sample(list(prompt), limit, **shared, **own))
+        request.samples.append(Sample(list(tokens), limit, **shared, **own))
     request.samples[0].num_seqs = params.n  # it stands for all of them until its prompt is computed
     return request
 

@@ -5,8 +5,8 @@
 
 from dataclasses import dataclass
 
+from minillm.serve.run.step import Step
 from minillm.serve.schedule.scheduler import Scheduler
-from minillm.serve.schedule.sequence import Plan
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,13 @@ class StepRecord:
         return sum(entry[2] for entry in self.batch)
 
 
-def record(
-    scheduler: Scheduler,
-    plan: Plan,
-    starts: list[int],
-    *,
-    step: int,
-    blocks: bool,
-    times: tuple[float, float],
-    **facts,
-) -> StepRecord:
-    """The record of a step that is over. starts: what was computed of each of the plan's sequences before it."""
-    pool, running = scheduler.pool, scheduler.running
+def record(scheduler: Scheduler, step: Step, *, blocks: bool, **facts) -> StepRecord:
+    """The record of a step that is over. facts: the fields that neither of them knows. blocks: with every table."""
+    pool, running, plan = scheduler.pool, scheduler.running, step.plan
     return StepRecord(
-        step=step,
-        started=times[0],
-        seconds=times[1],
-        batch=tuple([(s.name, start, tokens) for (s, tokens), start in zip(plan.batch, starts, strict=True)]),
+        step=step.number,
+        started=step.started,
+        batch=tuple([(s.name, start, tokens) for (s, tokens), start in zip(plan.batch, step.starts, strict=True)]),
         admitted=tuple(sequence.name for sequence in plan.admitted),
         preempted=tuple(sequence.name for sequence in plan.preempted),
         running=len(running),

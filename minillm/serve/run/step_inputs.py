@@ -9,7 +9,6 @@ token or sequence is one more named array here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -54,7 +53,7 @@ def sampling_inputs(rows: Sequence[Row], logits_rows: Sequence[int] | None = Non
     """The arrays for these rows. Takes one random number of every row's `Draw` whose temperature is above 0."""
     places = None if logits_rows is None else np.array(logits_rows, np.int64)
     if all([params.greedy_only for params, _, _ in rows]):
-        return greedy_inputs(len(rows)) if places is None else SamplingInputs(len(rows), places)
+        return SamplingInputs(len(rows), places)
     of_row, ids, penalties = [], [], []
     for row, (params, tokens, _) in enumerate(rows):
         if params.repetition_penalty != 1:
@@ -75,12 +74,6 @@ def sampling_inputs(rows: Sequence[Row], logits_rows: Sequence[int] | None = Non
         penalty_rows=np.array(of_row, np.int64),
         penalty_ids=np.array(ids, np.int64),
     )
-
-
-@lru_cache(maxsize=1024)
-def greedy_inputs(count: int) -> SamplingInputs:
-    """The likeliest token of every row; one object for all steps of so many tokens."""
-    return SamplingInputs(count)
 
 
 @dataclass(frozen=True, eq=False)

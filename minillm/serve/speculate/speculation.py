@@ -9,7 +9,7 @@ else runs. (Greedy answers never do, so no more is drafted than can be checked.)
 sequence the draft, never the answer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ from minillm.serve.speculate.verify import distribution, verify, verify_greedy
 class Speculation:
     """proposer: of the drafts. k: tokens of a draft: a number, "adaptive" or an AdaptiveK.
 
-    counts: of all draft tokens checked so far. drafting_s: seconds spent in the proposer.
+    counts: of all draft tokens checked so far.
     """
 
-    def __init__(self, proposer: Proposer, k: int | str | AdaptiveK, config: ModelConfig, clock: Callable[[], float]):
+    def __init__(self, proposer: Proposer, k: int | str | AdaptiveK, config: ModelConfig):
         if k == "adaptive":
             k = AdaptiveK(cost=getattr(proposer, "cost", 0.1), most=min(8, max(1, config.max_seq_len - 2)))
         most = k.most if isinstance(k, AdaptiveK) else k
@@ -48,20 +48,17 @@ class Speculation:
                 f"the proposer has a vocabulary of {theirs} tokens and the target one of {config.vocab_size}: guesses "
                 "are token ids of the target, so take a draft with the same tokenizer."
             )
-        self.proposer, self.k, self.vocab_size, self.clock = proposer, k, config.vocab_size, clock
+        self.proposer, self.k, self.vocab_size = proposer, k, config.vocab_size
         self.wants_hidden = proposer.wants_hidden
         self.on_verified = getattr(proposer, "on_verified", None)
-        self.counts, self.drafting_s = Counts(), 0.0
+        self.counts = Counts()
         self._error: str | None = None
 
     def draft(self, step: Step) -> None:
         """Gives each sample of the step draft tokens to check: the rest of its draft, or of a new one."""
         plan = step.plan
-        asked = self._ask(plan)
-        if asked:
-            started = self.clock()
+        if asked := self._ask(plan):
             drafts = self._propose(asked)
-            self.drafting_s += self.clock() - started
             for (sample, _), draft in zip(asked, drafts, strict=True):
                 sample.drafting.draft, sample.drafting.place = draft, 0
         for place, (sample, tokens) in enumerate(plan.batch):
@@ -76,13 +73,13 @@ class Speculation:
         None: its logits are not finite; no tokens: they are not finite because of the draft, which is dropped.
         """
         logits = step.outputs.logits
-        if not all([sample.request.params.greedy_only for sample, _, _ in step.ready]):
+        if not all([sample.request.params.greedy_only for sample, _, _, _ in step.ready]):
             logits = logits.cpu()  # drafts are checked there; for greedy ones the likeliest tokens say all
         most, likeliest = logits.max(-1)
         best = torch.where(most.isfinite(), likeliest, NOT_FINITE).tolist()
         verified: list[list[Token] | None] = []
         faults: list[tuple[Sample, Exception]] = []
-        for sample, start, end in step.ready:
+        for sample, _, start, end in step.ready:
             ended = sample.reason is not None or any(sample.request is other.request for other, _ in faults)
             if best[start] < 0 and (ended or end - start == 1):
                 verified.append(None)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minillm.model import Transformer
 from minillm.model.paged import PagedCache, gathered
+from minillm.serve.numbers import check_whole
 from minillm.serve.run.memory import blocks_of_full_length, draft_num_blocks
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.speculate.proposal import Draft, DraftRequest
@@ -59,6 +60,7 @@ class DraftModel:
         cost: float = 0.1,
     ):
         config, weight = model.config, model.embedding.weight
+        check_whole("block_size", block_size, 1)
         full = blocks_of_full_length(config, block_size)
         num_blocks = draft_num_blocks(model, block_size) if num_blocks is None else num_blocks
         if num_blocks < full:
