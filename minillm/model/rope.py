@@ -60,7 +60,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if size < x.shape[-1]:
         turned, rest = x.split([size, x.shape[-1] - size], dim=-1)
         return torch.cat((rotate(turned, cos, sin), rest), dim=-1)
-    return x * cos + x.roll(size // 2, dims=-1) * sin
+    return x.roll(size // 2, dims=-1) * sin + x * cos  # in this order contiguous, whatever x is
 
 
 def rotation_of(config: ModelConfig, layer: int) -> int | None:
