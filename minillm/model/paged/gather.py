@@ -37,14 +37,14 @@ class Gathered:
         seen = [keys if window is None else min(keys, queries + window - 1) for queries, keys in counts]
         order = sorted(range(len(seen)), key=lambda s: (query_lens[s], seen[s]))
         first = list(accumulate(query_lens, initial=0))
-        rows = torch.tensor([row for s in order for row in range(first[s], first[s + 1])], device=device)
-        back = rows.argsort()
-
+        if len(order) > 1:
+            rows = torch.tensor([row for s in order for row in range(first[s], first[s + 1])], device=device)
+            back, block_table = rows.argsort(), block_table[order]
         last = torch.tensor([context_lens[s] for s in order], device=device)
         places = last[:, None] - torch.arange(max(seen), 0, -1, device=device)  # [sequences, keys], negative: none
         absent = torch.zeros(places.shape, dtype=q.dtype, device=device).masked_fill_(places < 0, float("-inf"))
         places.clamp_(min=0)
-        slots = block_table[order].gather(1, places // block_size) * block_size + places % block_size
+        slots = block_table.gather(1, places // block_size) * block_size + places % block_size
 
         groups, start = [], 0
         for end in range(1, len(order) + 1):
