@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
+from minillm.model.kernels import gpu_of
 from minillm.model.paged import Backend, PagedCache, default_backend
 from minillm.quantize.kv import kv_format_named
 from minillm.serve.checks import check_engine
@@ -203,7 +204,7 @@ class LLM:
 
     def advance(self) -> None:
         """One step, whatever it computes; what ends in it waits for `step`. One thread at a time is in here."""
-        with self.stepping:
+        with self.stepping, gpu_of(self.model.embedding.weight.device):
             if self.interrupted:
                 self.core.recover(self.interrupted)
             self.interrupted = "the step was interrupted"

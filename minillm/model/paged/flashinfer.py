@@ -32,6 +32,7 @@ class FlashInfer:
             )
         self._workspace: Tensor | None = None
         self._wrappers: dict[tuple, object] = {}  # each keeps one plan, so one for each kind of layer
+        self._copied: dict[tuple, torch.cuda.Event] = {}  # when the last plan of each has left the host
 
     def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, **options) -> Tensor:
         return self.prepare(q, k_pool, block_table, query_lens, context_lens, **options)(q, k_pool, v_pool)
@@ -59,7 +60,10 @@ class FlashInfer:
         sequence = np.arange(len(counts)).repeat(counts)
         column = np.arange(len(sequence)) - (ends - counts)[sequence]
         [places] = to_device([sequence * block_table.shape[1] + column], q.device)
-        wrapper = self._wrapper(q.device, window, soft_cap)
+        kind = (window, soft_cap)
+        wrapper = self._wrapper(q.device, *kind)
+        if kind in self._copied:  # a plan is copied from one pinned buffer, which the next plan overwrites
+            self._copied[kind].synchronize()
         wrapper.plan(  # what it reads on the host is given there: it would fetch it from the GPU and wait
             _starts(query_lens),
             _starts(counts),
@@ -75,6 +79,8 @@ class FlashInfer:
             q_data_type=q.dtype,
             kv_data_type=q.dtype,
         )
+        if q.is_cuda:
+            self._copied[kind] = recorded_event()
         return lambda q, k_pool, v_pool: wrapper.run(q, (k_pool, v_pool))
 
     def _wrapper(self, device: torch.device, *kind):
@@ -85,6 +91,13 @@ class FlashInfer:
         if kind not in self._wrappers:
             self._wrappers[kind] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
         return self._wrappers[kind]
+
+
+def recorded_event() -> torch.cuda.Event:
+    """It is over once all that was launched on the current stream so far is."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _starts(counts: Sequence[int]) -> Tensor:

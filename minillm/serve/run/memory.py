@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from minillm.model import ModelConfig, Transformer
+from minillm.model.kernels import gpu_of
 from minillm.model.paged.quantized import RowFormat
 from minillm.predict.model import kv_bytes_per_token
 from minillm.serve.numbers import check_whole
@@ -96,7 +97,8 @@ def _gpu_room(model: Transformer, share: float, token_budget: int) -> float:
     tokens = torch.zeros(1, min(token_budget, model.config.max_seq_len), dtype=torch.int64, device=device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    model(tokens).float().max(-1)  # all rows through the head and as float32: no step has more
+    with gpu_of(device):
+        model(tokens).float().max(-1)  # all rows through the head and as float32: no step has more
     activations = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

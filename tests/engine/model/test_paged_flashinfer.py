@@ -2,7 +2,7 @@
 
 import importlib.machinery
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +75,48 @@ def test_in_the_engine_with_layers_of_two_kinds(installed):
         outputs = LLM(model, block_size=2, chunk=3, backend=backend).generate(prompts, SamplingParams(max_tokens=1))
         found.append([output.answers[0].ids for output in outputs])
     assert found[0] == found[1] and len(backend._wrappers) == 2
+
+
+class LateDevice:
+    """A device that carries out copies from pinned memory when it is waited for, not when they are launched."""
+
+    def __init__(self):
+        self.queue = []
+
+    def wait(self):
+        for copy in self.queue:
+            copy()
+        self.queue.clear()
+
+    def recorded_event(self):
+        return SimpleNamespace(synchronize=self.wait)
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_plan_is_not_written_over_before_it_is_copied(installed, monkeypatch):
+    """Two passes of which the host reads nothing: FlashInfer's plan goes through one pinned buffer."""
+    device = LateDevice()
+    pinned, copied = [None], []
+
+    class Late(Wrapper):
+        def plan(self, qo_indptr, *rest, **options):
+            super().plan(qo_indptr, *rest, **options)
+            pinned[0] = qo_indptr.tolist()
+            device.queue.append(lambda: copied.append(pinned[0]))
+
+    monkeypatch.setattr(sys.modules["flashinfer"], "BatchPrefillWithPagedKVCacheWrapper", Late)
+    monkeypatch.setattr("minillm.model.paged.flashinfer.recorded_event", device.recorded_event)
+    backend, wanted = FlashInfer(), []
+    for lengths in ([(3, 8)], [(5, 9)], [(2, 4), (4, 4)]):
+        parts, pools, tables = scattered(0, lengths, 4, 2, 4, 16)
+        q, pools = torch.cat([part[0] for part in parts]).bfloat16(), [pool.bfloat16() for pool in pools]
+        backend.prepare(q.as_subclass(OnGPU), pools[0], tables, *zip(*lengths, strict=True), window=None)
+        wanted.append([0, *torch.tensor([count for count, _ in lengths]).cumsum(0).tolist()])
+    device.wait()
+    assert copied == wanted
 
 
 def test_what_it_cannot_do_is_told(installed, monkeypatch):
