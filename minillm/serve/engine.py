@@ -26,7 +26,13 @@ from minillm.serve.requests.request import Request, pairs
 from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.core import EngineCore
 from minillm.serve.run.decode_graphs import wants_graphs
-from minillm.serve.run.memory import blocks_of_full_length, check_fits, default_num_blocks, default_num_host_blocks
+from minillm.serve.run.memory import (
+    blocks_of_full_length,
+    check_fits,
+    default_num_blocks,
+    default_num_host_blocks,
+    gpu_limits,
+)
 from minillm.serve.run.model_runner import Runner
 from minillm.serve.run.optimise import fuse
 from minillm.serve.schedule.blocks import BlockPool
@@ -94,9 +100,12 @@ class LLM:
             compile_blocks(model, compile)
         self.backend = backend or default_backend(weight.device, weight.dtype)
         self.kv_dtype, kv_format = kv_dtype, kv_format_named(kv_dtype, self.backend)
+        scheduling = gpu_limits(model, scheduling) | scheduling
         if num_blocks is None:
             limits = {name: scheduling[name] for name in ("max_num_seqs", "token_budget") if name in scheduling}
-            num_blocks = default_num_blocks(model, block_size, gpu_memory_utilization, kv_format=kv_format, **limits)
+            limits |= {"kv_format": kv_format, "reserved_bytes": getattr(self.backend, "workspace_bytes", 0)}
+            limits["rows_of_each"] = 1 if proposer is None else 1 + (k if isinstance(k, int) else getattr(k, "most", 8))
+            num_blocks = default_num_blocks(model, block_size, gpu_memory_utilization, **limits)
         if num_host_blocks is None:
             swaps = scheduling.get("preemption") == "swap"
             num_host_blocks = default_num_host_blocks(model, block_size, num_blocks, kv_format) if swaps else 0

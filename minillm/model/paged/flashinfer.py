@@ -24,6 +24,7 @@ class FlashInfer:
     """A backend of `paged_attention`, shapes as there. ValueError without the package, and for other dtypes."""
 
     reads_codes = False  # of a `QuantizedPool`
+    workspace_bytes = WORKSPACE_BYTES  # that it allocates in its first pass
 
     def __init__(self):
         if find_spec("flashinfer") is None:

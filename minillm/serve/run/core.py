@@ -7,7 +7,6 @@
 `AsyncScheduling` calls the same three, in another order. Whoever calls them takes care that it is one thread at a time.
 """
 
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import torch
 
 from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.model_runner import Runner
-from minillm.serve.run.recorder import StepRecord, record
+from minillm.serve.run.recorder import RecordLog, record
 from minillm.serve.run.step import InputBuilder, Step
 from minillm.serve.sample.next_tokens import NextTokens
 from minillm.serve.schedule.scheduler import Scheduler
@@ -42,7 +41,7 @@ class EngineCore:
         self.clock, self.record_blocks = clock, record_blocks
         self.builder = InputBuilder(scheduler.pool, *runner.tables.host.shape)
         self.next_tokens = NextTokens(requests)
-        self.records: deque[StepRecord] = deque(maxlen=keep_records)
+        self.records = RecordLog(keep_records)
 
     @torch.inference_mode()
     def step(self) -> None:
