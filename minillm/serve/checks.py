@@ -56,9 +56,9 @@ def _check_complete(model) -> None:
     wanted = config.num_kv_heads * config.head_dim
     if found != wanted or len(model.embedding.weight) != config.vocab_size or model.positions_of is not None:
         raise ValueError(
-            f"this model is one rank's part of a split one ({found // config.head_dim} of {config.num_kv_heads} key and "
-            f"value heads, {len(model.embedding.weight)} of {config.vocab_size} embedding rows): an LLM runs a whole "
-            "model on one device, so load it with load_hf and do not split it."
+            f"this model is one rank's part of a split one ({found // config.head_dim} of {config.num_kv_heads} key "
+            f"and value heads, {len(model.embedding.weight)} of {config.vocab_size} embedding rows): an LLM runs a "
+            "whole model on one device, so load it with load_hf and do not split it."
         )
 
 

@@ -1,8 +1,8 @@
 """How many blocks of keys and values fit: what the device has left after one forward pass of the largest size.
 
 On a GPU, as vLLM does: memory · gpu_memory_utilization, less what is in use (weights, other processes) and less what a
-pass over `token_budget` tokens and its sampling take on top. On the CPU a share of the RAM that is free now; a pass there takes what is
-left. In both cases never more than max_num_seqs sequences of full length could fill.
+pass over `token_budget` tokens and its sampling take on top. On the CPU a share of the RAM that is free now; a pass
+there takes what is left. In both cases never more than max_num_seqs sequences of full length could fill.
 """
 
 from numbers import Real

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Plan
 
-
 MOST_ENTRIES = 640_000  # of sequences in steps: some 50 MB, however many sequences a step has
 
 
