@@ -15,7 +15,7 @@ from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.serve.requests.output import Output, output_of
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Request, Sample, new_request, pairs, prompt_ids
+from minillm.serve.requests.request import Request, Sample, end_tokens_of, new_request, pairs, prompt_ids
 from minillm.serve.run.recorder import StepRecord
 from minillm.serve.sample import reference
 
@@ -72,7 +72,8 @@ class FirstCome:
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
         limit = min(len(tokens) + params.max_tokens, self.model.config.max_seq_len)
-        request = self._requests[request_id] = new_request(tokens, params, limit, self.tokenizer, self.clock())
+        ends = end_tokens_of(self.tokenizer)
+        request = self._requests[request_id] = new_request(tokens, params, limit, self.tokenizer, ends, self.clock())
         request.name(request_id)
         self.waiting += request.samples
         return request_id

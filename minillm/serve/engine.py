@@ -10,15 +10,18 @@ Greedy tokens are those of `minillm.model.generate`, whatever is switched on and
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
+from minillm.model.hf.generation_config import GenerationDefaults
 from minillm.model.kernels import gpu_of
 from minillm.model.paged import Backend, PagedCache, default_backend
 from minillm.quantize.kv import kv_format_named
 from minillm.serve.checks import check_engine
+from minillm.serve.load import engine_options
 from minillm.serve.numbers import check_whole
 from minillm.serve.requests.output import Delta, Output, OutputCursor, output_of
 from minillm.serve.requests.params import SamplingParams
@@ -48,8 +51,10 @@ MANY = 16  # prompts from which a progress bar is of use
 class LLM:
     """`LLM(model).generate(prompts, params)`, or `add` and `step` until what was added comes back.
 
-    tokenizer: for prompts and stops that are text. num_blocks: None = what `gpu_memory_utilization` allows, see
-    `memory.default_num_blocks`. num_host_blocks: to swap to; None = num_blocks if preemption="swap", else 0.
+    tokenizer: for prompts and stops that are text. generation: what the model's folder says, see `load`. max_num_seqs,
+    token_budget: 256 and 8,192 on a GPU, or what its memory allows; else the scheduler's. num_blocks: None = what
+    `gpu_memory_utilization` allows, see `memory.default_num_blocks`. num_host_blocks: to swap to; None = as many, if
+    preemption="swap" and the host's memory has room, else 0.
     scheduling: see `Scheduler`, or the subclass of it given as `scheduler`. backend: of `paged_attention`; None =
     `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere. records: the last `keep_records` steps;
     record_blocks adds every block table (costs time and memory). proposer: drafts tokens that the model only checks,
@@ -68,6 +73,7 @@ class LLM:
         model: Transformer,
         *,
         tokenizer: Tokenizer | None = None,
+        generation: GenerationDefaults | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,
         num_host_blocks: int | None = None,
@@ -131,7 +137,7 @@ class LLM:
             from minillm.serve.speculate.speculation import Speculation
 
             self.speculation = Speculation(proposer, k, model.config, clock)
-        self.requests = RequestTable(self.scheduler, self.speculation, model.config, tokenizer, clock)
+        self.requests = RequestTable(self.scheduler, self.speculation, model.config, tokenizer, clock, generation)
         parts = (self.runner, self.scheduler, self.requests, self.speculation)
         core = EngineCore
         if async_scheduling:
@@ -141,6 +147,13 @@ class LLM:
         self.records = self.core.records
         self.stepping = Lock()  # a step at a time; nothing else needs one, see `requests/table.py`
         self.interrupted = ""  # what ended a step amid its bookkeeping; "" = nothing
+
+    @classmethod
+    def load(cls, folder: str | Path, **options) -> "LLM":
+        """An engine for a Hugging Face folder, which knows its tokenizer and its generation_config.json: the tokens
+        that end an answer, and the sampling of requests that bring no `SamplingParams`. options: `device`, `dtype` and
+        `max_seq_len` as in `engine_options`, and those of `LLM`."""
+        return cls(**engine_options(folder, **options))
 
     def generate(
         self,

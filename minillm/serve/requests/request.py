@@ -6,7 +6,7 @@ the last sample has ended ──output_of──▶ Output, which the user gets (
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -108,6 +108,7 @@ def new_request(
     params: SamplingParams,
     limit: int,
     tokenizer: Tokenizer | None,
+    end_tokens: frozenset[int],
     now: float,
     *,
     priority: int = 0,
@@ -117,19 +118,25 @@ def new_request(
 ) -> Request:
     """A request that has just arrived, and its samples, of at most `limit` tokens, prompt included.
 
-    The tokenizer's end of text stops it, unless params say not.
+    end_tokens: stop it, unless params say not.
     """
-    stops = set(params.stop_tokens)
-    if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
-        stops.add(tokenizer.eos_id)
+    stops = frozenset(params.stop_tokens)
+    if not params.ignore_eos:
+        stops |= end_tokens
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    request = Request(prompt, params, seed, frozenset(stops), now, timeout_s, awaited)
+    request = Request(prompt, params, seed, stops, now, timeout_s, awaited)
     shared = {"priority": priority, "origin": cache_namespace(None, salt), "request": request}
     for index in range(params.n):
         own = {"index": index, "draw": Draw(sample_seed(seed, index)), "push": tokenizer and tokenizer.stream()}
         request.samples.append(Sample(list(prompt), limit, **shared, **own))
     request.samples[0].num_seqs = params.n  # it stands for all of them until its prompt is computed
     return request
+
+
+def end_tokens_of(tokenizer: Tokenizer | None, others: Iterable[int] = ()) -> frozenset[int]:
+    """The tokenizer's end of text, if it has one, and the others."""
+    own = () if tokenizer is None or tokenizer.eos is None else (tokenizer.eos_id,)
+    return frozenset((*own, *others))
 
 
 def pairs(prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None) -> list[tuple]:

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
+from minillm.model.hf.generation_config import GenerationDefaults
 from minillm.serve.numbers import check_whole
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Request, Sample, new_request, prompt_ids
+from minillm.serve.requests.request import Request, Sample, end_tokens_of, new_request, prompt_ids
 from minillm.serve.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -38,9 +39,13 @@ class RequestTable:
         config: ModelConfig,
         tokenizer: Tokenizer | None,
         clock: Callable[[], float],
+        generation: GenerationDefaults | None = None,
     ):
         self.scheduler, self.speculation, self.config = scheduler, speculation, config
         self.tokenizer, self.clock = tokenizer, clock
+        generation = generation or GenerationDefaults()
+        self.default_params = SamplingParams(**generation.sampling)
+        self.end_tokens = end_tokens_of(tokenizer, generation.eos_ids)
         self.arrived: dict[str, Request] = {}
         self.live: dict[str, Request] = {}
         self.ended: deque[Request] = deque()
@@ -64,7 +69,7 @@ class RequestTable:
         awaited: bool = False,
     ) -> Request:
         """One that can run, not submitted yet; see `LLM.add`. awaited: `step` does not return it."""
-        params = params or SamplingParams()
+        params = params or self.default_params
         tokens = prompt_ids(prompt, params, self.tokenizer, self.config)
         priority = check_whole("priority", priority)
         if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
@@ -74,7 +79,7 @@ class RequestTable:
         limit = min(len(tokens) + params.max_tokens, self.config.max_seq_len)
         self.scheduler.check(limit, params.n)
         options = {"priority": priority, "salt": salt, "timeout_s": timeout_s, "awaited": awaited}
-        return new_request(tokens, params, limit, self.tokenizer, self.clock(), **options)
+        return new_request(tokens, params, limit, self.tokenizer, self.end_tokens, self.clock(), **options)
 
     def submit(self, request: Request, request_id: str | None = None) -> None:
         """Names it and leaves it for the next step. ValueError: the name is taken. RuntimeError: the queue is full."""
