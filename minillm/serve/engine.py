@@ -61,9 +61,10 @@ class LLM:
     k in a pass; the tokens' distribution is the same. fused: see `optimise.fuse`, which changes how the model computes;
     None = on a CUDA GPU. compile: blocks through torch.compile, see `run/optimise.py`: True, or the name of one of its
     backends. graphs: whether steps of single tokens are replayed, see `run/decode_graphs.py`; None = on a CUDA
-    GPU whose backend reads keys where they lie. async_scheduling: the host prepares a step while the device computes
-    the one before it, see `run/async_scheduling.py`. kv_dtype: "int8" or "fp8" keeps keys and values in 8 bits with a
-    scale for each token and head (`minillm/model/paged/quantized.py`); None = as the model computes them.
+    GPU whose backend reads keys where they lie. warm_up: compile kernels and record graphs now and not while the first
+    requests wait, see `run/warm_up.py`; None = on a CUDA GPU. async_scheduling: the host prepares a step while the
+    device computes the one before it, see `run/async_scheduling.py`. kv_dtype: "int8" or "fp8" keeps keys and values in
+    8 bits with a scale for each token and head (`minillm/model/paged/quantized.py`); None = as the model computes them.
     Any thread may add, cancel, generate and stream, also during a forward pass; steps happen one at a time. A step that
     Ctrl-C ends fails the requests that had begun, once the next step finds it so; those that wait stay queued.
     """
@@ -88,6 +89,7 @@ class LLM:
         fused: bool | None = None,
         compile: bool | str = False,
         graphs: bool | None = None,
+        warm_up: bool | None = None,
         async_scheduling: bool = False,
         kv_dtype: str | None = None,
         scheduler: type[Scheduler] = Scheduler,
@@ -132,6 +134,11 @@ class LLM:
             table_width=widest if window is not None else min(num_blocks, widest),
             graphs=most if wants_graphs(graphs, self.backend, weight.device) else 0,
         )
+        if weight.is_cuda if warm_up is None else warm_up:
+            from minillm.serve.run.warm_up import warm_up as run_warm_up
+
+            with gpu_of(weight.device):
+                run_warm_up(self.runner, self.scheduler.token_budget)
         self.speculation = None
         if proposer is not None:
             from minillm.serve.speculate.speculation import Speculation
