@@ -21,9 +21,10 @@ from torch import Tensor
 
 from minillm.model.paged.tables import to_device
 from minillm.serve.requests.params import Token, plain_token
-from minillm.serve.run.step_inputs import Row, SamplingInputs, fill_placeholders, sampling_inputs
+from minillm.serve.run.step_inputs import Row, SamplingInputs, sampling_inputs
 from minillm.serve.sample import selection
 from minillm.serve.sample.reference import COLDEST, described
+from minillm.serve.sample.seen import SeenOnHost, SeenTokens
 from minillm.serve.sample.selection import LastKept, last_kept, row_sum, sum_above
 
 NOT_FINITE, UNCERTAIN = -1, -2  # instead of an id: logits of NaN or infinity; the row has to be sorted
@@ -33,13 +34,21 @@ ROWS_AT_ONCE = 8  # on a CPU, whose caches hold no more
 
 def sample_batch(logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
     """A token for each row, None where its logits are not finite. logits: [rows, vocab_size], float32, not changed."""
-    return sample_on_device(logits, sampling_inputs(rows)).read()
+    wanted = [
+        (row, params.repetition_penalty, row, row, tokens)
+        for row, (params, tokens, _) in enumerate(rows)
+        if params.repetition_penalty != 1
+    ]
+    return sample_on_device(logits, sampling_inputs(rows, penalties=SeenOnHost().penalties(wanted))).read()
 
 
-def sample_on_device(logits: Tensor, inputs: SamplingInputs, sampled: Tensor | None = None) -> "SampledTokens":
+def sample_on_device(
+    logits: Tensor, inputs: SamplingInputs, sampled: Tensor | None = None, seen: SeenTokens | None = None
+) -> "SampledTokens":
     """The tokens that `inputs` asks for, before the host reads them. logits: [rows, vocab_size], float32, not changed.
 
-    sampled: what placeholders among `inputs.penalty_ids` stand for, see `fill_placeholders`.
+    sampled: what placeholders among new tokens stand for, see `fill_placeholders`. seen: what the sequences have seen
+    before; None = nothing that `inputs` does not bring.
     """
     index = None if inputs.logits_rows is None else to_device([inputs.logits_rows], logits.device)[0]
     if inputs.greedy_only:
@@ -52,7 +61,9 @@ def sample_on_device(logits: Tensor, inputs: SamplingInputs, sampled: Tensor | N
         logits = logits.index_select(0, index)
     drawn, described_rows = np.flatnonzero(inputs.temperature > 0), np.flatnonzero(inputs.logprobs >= 0)
     drawn_index, described_index = to_device([drawn, described_rows], logits.device)
-    scores = _penalised(logits, inputs, sampled)
+    penalties = inputs.penalties
+    seen = seen or SeenTokens(inputs.count)
+    scores = logits if penalties is None else seen.penalised(logits, penalties, sampled)
     most = scores.amax(-1, keepdim=True)
     ids = flags = None if len(drawn) == inputs.count else scores.argmax(-1)
     resample = None
@@ -68,18 +79,6 @@ def sample_on_device(logits: Tensor, inputs: SamplingInputs, sampled: Tensor | N
         wanted = dict(zip(described_rows.tolist(), inputs.logprobs[described_rows].tolist(), strict=True))
         result.describe(described_index, wanted, logits)
     return result
-
-
-def _penalised(logits: Tensor, inputs: SamplingInputs, sampled: Tensor | None) -> Tensor:
-    """The logits after the repetition penalty (`reference.penalised`); the very same tensor if no row has one."""
-    if not len(inputs.penalty):
-        return logits
-    arrays = (inputs.penalty_rows, inputs.penalty_ids, inputs.penalty.view(np.int64))
-    rows, ids, penalty = to_device(arrays, logits.device)
-    ids, penalty = fill_placeholders(ids, sampled), penalty.view(torch.float64).float()
-    values = logits[rows, ids]
-    changed = torch.where(values > 0, values / penalty, values * penalty)
-    return logits.index_put((rows, ids), changed)  # an id that is there twice gets the same value twice
 
 
 def _sample_rows(
