@@ -59,7 +59,7 @@ class Runner:
         self.model, self.cache, self.backend = model, cache, backend
         self.tables = BlockTables(table_rows, table_width, cache.pool.device)
         self.graphs = DecodeGraphs(model, cache, backend, self.tables, graphs) if graphs else None
-        self.seen = SeenTokens(table_rows)
+        self.seen = SeenTokens()
         self.moved = 0
         self._sampled: Tensor | None = None
 

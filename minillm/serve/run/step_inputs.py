@@ -54,7 +54,7 @@ class Penalties:
 
     rows, penalty (float64): [p], a row of the sampling and its penalty; seen_rows: [p], the row of `SeenTokens` that
     its sequence has. cleared: [c], rows that begin anew; new_rows, new_ids: [m], tokens that a row then gets, ~i as in
-    `StepInputs.tokens`.
+    `StepInputs.tokens`. extra_places, extra_ids: [e], tokens that count for one of the p alone, such as draft tokens.
     """
 
     rows: np.ndarray
@@ -63,6 +63,8 @@ class Penalties:
     cleared: np.ndarray
     new_rows: np.ndarray
     new_ids: np.ndarray
+    extra_places: np.ndarray
+    extra_ids: np.ndarray
 
     @property
     def asked(self) -> bool:

@@ -62,7 +62,7 @@ def sample_on_device(
     drawn, described_rows = np.flatnonzero(inputs.temperature > 0), np.flatnonzero(inputs.logprobs >= 0)
     drawn_index, described_index = to_device([drawn, described_rows], logits.device)
     penalties = inputs.penalties
-    seen = seen or SeenTokens(inputs.count)
+    seen = seen or SeenTokens()
     scores = logits if penalties is None else seen.penalised(logits, penalties, sampled)
     most = scores.amax(-1, keepdim=True)
     ids = flags = None if len(drawn) == inputs.count else scores.argmax(-1)
@@ -175,7 +175,7 @@ def _from_all(
     some_k, some_p, some_min_p = cuts
     width, certain = weights.shape[1], torch.ones_like(min_p, dtype=torch.bool)
     if not any(cuts):
-        return _inverse_transform(weights, uniforms), certain[:, 0]
+        return inverse_transform(weights, uniforms), certain[:, 0]
     last = LastKept(min_p.float(), torch.full_like(min_p, width, dtype=torch.int64), certain)
     whole = kept = row_sum(weights)
     if some_k:
@@ -190,10 +190,10 @@ def _from_all(
     if some_min_p:
         least = min_p.float()
         last = LastKept(least, torch.full_like(last.place, width), last.certain).where(least > last.weight, last)
-    return _inverse_transform(weights, uniforms, last), last.certain[:, 0]
+    return inverse_transform(weights, uniforms, last), last.certain[:, 0]
 
 
-def _inverse_transform(weights: Tensor, uniforms: Tensor, last: LastKept | None = None) -> Tensor:
+def inverse_transform(weights: Tensor, uniforms: Tensor, last: LastKept | None = None) -> Tensor:
     """[rows]: where the running sum of the weights that are kept [rows, multiple of PIECE] passes uniforms [rows, 1]
     of the whole; None = all are kept.
 
