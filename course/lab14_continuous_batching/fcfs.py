@@ -15,7 +15,7 @@ from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.serve.requests.output import Output, output_of
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Request, Sample, end_tokens_of, new_request, pairs, prompt_ids
+from minillm.serve.requests.request import Request, Sample, new_request, pairs, prompt_ids
 from minillm.serve.run.recorder import StepRecord
 from minillm.serve.sample import reference
 
@@ -64,17 +64,14 @@ class FirstCome:
         priority: int = 0,
     ) -> str:
         """Queues a request and returns its id. priority is not looked at: first come, first served."""
-        params = params or SamplingParams()
-        tokens = prompt_ids(prompt, params, self.tokenizer, self.model.config)
         while request_id is None:
             name, self._count = f"request-{self._count}", self._count + 1
             request_id = None if name in self._requests else name
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
-        limit = min(len(tokens) + params.max_tokens, self.model.config.max_seq_len)
-        ends = end_tokens_of(self.tokenizer)
-        request = self._requests[request_id] = new_request(tokens, params, limit, self.tokenizer, ends, self.clock())
+        request = new_request(prompt, params, self.model.config, self.tokenizer, self.clock())
         request.name(request_id)
+        self._requests[request_id] = request
         self.waiting += request.samples
         return request_id
 

@@ -23,7 +23,8 @@ from minillm.bench import ready_model
 from minillm.bench.harness import BenchRow, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.model.draw import Draw
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.sample.batch import sample_batch
+from minillm.serve.run.step_inputs import sampling_inputs
+from minillm.serve.sample.batch import sample_on_device
 from minillm.serve.sample.reference import filtered, sample
 
 SEQUENCES, LONG = (1, 16, 64, 256), (64, 2048)
@@ -68,7 +69,7 @@ def _sampler_row(kind: str, spread: float, repeats: int) -> BenchRow:
     kept = int(filtered(logits[0], params, []).isfinite().sum())
 
     def ours() -> list:
-        return sample_batch(logits, [(params, [], Draw(seed)) for seed in range(ROWS)])
+        return sample_on_device(logits, sampling_inputs([(params, [], Draw(seed)) for seed in range(ROWS)])).read()
 
     def theirs() -> list:
         return [sample(logits[seed], params, [], Draw(seed)) for seed in range(ROWS)]

@@ -27,17 +27,12 @@ from minillm.serve.requests.output import Delta, Output, OutputCursor, output_of
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import Request, pairs
 from minillm.serve.requests.table import RequestTable
+from minillm.serve.run.async_scheduling import AsyncScheduling
 from minillm.serve.run.core import EngineCore
 from minillm.serve.run.decode_graphs import wants_graphs
-from minillm.serve.run.memory import (
-    blocks_of_full_length,
-    check_fits,
-    default_num_blocks,
-    default_num_host_blocks,
-    gpu_limits,
-)
+from minillm.serve.run.memory import blocks_of_full_length, gpu_limits, pool_sizes
 from minillm.serve.run.model_runner import Runner
-from minillm.serve.run.optimise import fuse
+from minillm.serve.run.optimise import compile_blocks, fuse
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.scheduler import Scheduler
 
@@ -53,7 +48,7 @@ class LLM:
 
     tokenizer: for prompts and stops that are text. generation: what the model's folder says, see `load`. max_num_seqs,
     token_budget: 256 and 8,192 on a GPU, or what its memory allows; else the scheduler's. num_blocks: None = what
-    `gpu_memory_utilization` allows, see `memory.default_num_blocks`. num_host_blocks: to swap to; None = as many, if
+    `gpu_memory_utilization` allows, see `memory.pool_sizes`. num_host_blocks: to swap to; None = as many, if
     preemption="swap" and the host's memory has room, else 0.
     scheduling: see `Scheduler`, or the subclass of it given as `scheduler`. backend: of `paged_attention`; None =
     `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere. records: the last `keep_records` steps;
@@ -103,21 +98,14 @@ class LLM:
         if weight.is_cuda if fused is None else fused:
             fuse(model)
         if compile is not False:
-            from minillm.serve.run.optimise import compile_blocks
-
             compile_blocks(model, compile)
         self.backend = backend or default_backend(weight.device, weight.dtype)
         self.kv_dtype, kv_format = kv_dtype, kv_format_named(kv_dtype, self.backend)
         scheduling = gpu_limits(model, scheduling) | scheduling
-        if num_blocks is None:
-            limits = {name: scheduling[name] for name in ("max_num_seqs", "token_budget") if name in scheduling}
-            limits |= {"kv_format": kv_format, "reserved_bytes": getattr(self.backend, "workspace_bytes", 0)}
-            limits["rows_of_each"] = 1 if proposer is None else 1 + (k if isinstance(k, int) else getattr(k, "most", 8))
-            num_blocks = default_num_blocks(model, block_size, gpu_memory_utilization, **limits)
-        if num_host_blocks is None:
-            swaps = scheduling.get("preemption") == "swap"
-            num_host_blocks = default_num_host_blocks(model, block_size, num_blocks, kv_format) if swaps else 0
-        check_fits(model, block_size, num_blocks, num_host_blocks, kv_format)
+        limits = {"utilization": gpu_memory_utilization, "kv_format": kv_format, "scheduling": scheduling}
+        limits["reserved_bytes"] = getattr(self.backend, "workspace_bytes", 0)
+        limits["rows_of_each"] = 1 if proposer is None else 1 + (k if isinstance(k, int) else getattr(k, "most", 8))
+        num_blocks, num_host_blocks = pool_sizes(model, block_size, num_blocks, num_host_blocks, **limits)
         window, widest = model.config.window_of_all_layers, blocks_of_full_length(model.config, block_size)
         options = {"num_host_blocks": num_host_blocks, "prefix_cache": prefix_cache, "window": window}
         self.pool = BlockPool(num_blocks, block_size, **options)
@@ -145,12 +133,8 @@ class LLM:
 
             self.speculation = Speculation(proposer, k, model.config, clock)
         self.requests = RequestTable(self.scheduler, self.speculation, model.config, tokenizer, clock, generation)
-        parts = (self.runner, self.scheduler, self.requests, self.speculation)
-        core = EngineCore
-        if async_scheduling:
-            from minillm.serve.run.async_scheduling import AsyncScheduling as core
-
-        self.core = core(*parts, clock=clock, keep_records=keep_records, record_blocks=record_blocks)
+        core = AsyncScheduling if async_scheduling else EngineCore
+        self.core = core(self.runner, self.requests, keep_records=keep_records, record_blocks=record_blocks)
         self.records = self.core.records
         self.stepping = Lock()  # a step at a time; nothing else needs one, see `requests/table.py`
         self.interrupted = ""  # what ended a step amid its bookkeeping; "" = nothing

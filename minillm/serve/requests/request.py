@@ -6,14 +6,16 @@ the last sample has ended ──output_of──▶ Output, which the user gets (
 """
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.model.draw import Draw, sample_seed
-from minillm.serve.numbers import whole_numbers
+from minillm.model.hf.generation_config import GenerationDefaults
+from minillm.serve.numbers import check_whole, whole_numbers
 from minillm.serve.requests.params import SamplingParams, Token, plain_token
 from minillm.serve.schedule.blocks import cache_namespace
 from minillm.serve.schedule.sequence import Sequence
@@ -104,39 +106,44 @@ class Sample(Sequence):
 
 
 def new_request(
-    prompt: list[int],
-    params: SamplingParams,
-    limit: int,
+    prompt: str | list[int],
+    params: SamplingParams | None,
+    config: ModelConfig,
     tokenizer: Tokenizer | None,
-    end_tokens: frozenset[int],
     now: float,
     *,
     priority: int = 0,
     salt: str | None = None,
     timeout_s: float | None = None,
     awaited: bool = False,
+    generation: GenerationDefaults | None = None,
 ) -> Request:
-    """A request that has just arrived, and its samples, of at most `limit` tokens, prompt included.
+    """A request that has just arrived, and its samples; see `LLM.add`. ValueError for what the model cannot take.
 
-    end_tokens: stop it, unless params say not.
+    generation: what the model's folder says. Its end tokens and the tokenizer's stop it, unless params say not.
     """
-    stops = frozenset(params.stop_tokens)
+    generation = generation or GenerationDefaults()
+    params = params or SamplingParams(**generation.sampling)
+    tokens = prompt_ids(prompt, params, tokenizer, config)
+    priority = check_whole("priority", priority)
+    if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
+        raise ValueError(f"timeout_s {timeout_s!r} must be above 0, or None.")
+    if not isinstance(salt, str | None):
+        raise ValueError(f"salt {salt!r} must be a text, or None.")
+    limit = min(len(tokens) + params.max_tokens, config.max_seq_len)
+    stops = set(params.stop_tokens)
     if not params.ignore_eos:
-        stops |= end_tokens
+        stops.update(generation.eos_ids)
+        if tokenizer is not None and tokenizer.eos is not None:
+            stops.add(tokenizer.eos_id)
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    request = Request(prompt, params, seed, stops, now, timeout_s, awaited)
+    request = Request(tokens, params, seed, frozenset(stops), now, timeout_s, awaited)
     shared = {"priority": priority, "origin": cache_namespace(None, salt), "request": request}
     for index in range(params.n):
         own = {"index": index, "draw": Draw(sample_seed(seed, index)), "push": tokenizer and tokenizer.stream()}
-        request.samples.append(Sample(list(prompt), limit, **shared, **own))
+        request.samples.append(Sample(list(tokens), limit, **shared, **own))
     request.samples[0].num_seqs = params.n  # it stands for all of them until its prompt is computed
     return request
-
-
-def end_tokens_of(tokenizer: Tokenizer | None, others: Iterable[int] = ()) -> frozenset[int]:
-    """The tokenizer's end of text, if it has one, and the others."""
-    own = () if tokenizer is None or tokenizer.eos is None else (tokenizer.eos_id,)
-    return frozenset((*own, *others))
 
 
 def pairs(prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None) -> list[tuple]:

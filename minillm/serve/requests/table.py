@@ -12,16 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
-from numbers import Real
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.model.hf.generation_config import GenerationDefaults
-from minillm.serve.numbers import check_whole
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Request, Sample, end_tokens_of, new_request, prompt_ids
+from minillm.serve.requests.request import Request, Sample, new_request
 from minillm.serve.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -42,10 +40,7 @@ class RequestTable:
         generation: GenerationDefaults | None = None,
     ):
         self.scheduler, self.speculation, self.config = scheduler, speculation, config
-        self.tokenizer, self.clock = tokenizer, clock
-        generation = generation or GenerationDefaults()
-        self.default_params = SamplingParams(**generation.sampling)
-        self.end_tokens = end_tokens_of(tokenizer, generation.eos_ids)
+        self.tokenizer, self.clock, self.generation = tokenizer, clock, generation
         self.arrived: dict[str, Request] = {}
         self.live: dict[str, Request] = {}
         self.ended: deque[Request] = deque()
@@ -58,28 +53,12 @@ class RequestTable:
         """Requests that have not ended and are not about to."""
         return len(self.arrived) + len(self.live) - sum(map(self._knows, set(self.cancelled.copy())))
 
-    def request(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams | None,
-        *,
-        priority: int = 0,
-        salt: str | None = None,
-        timeout_s: float | None = None,
-        awaited: bool = False,
-    ) -> Request:
-        """One that can run, not submitted yet; see `LLM.add`. awaited: `step` does not return it."""
-        params = params or self.default_params
-        tokens = prompt_ids(prompt, params, self.tokenizer, self.config)
-        priority = check_whole("priority", priority)
-        if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
-            raise ValueError(f"timeout_s {timeout_s!r} must be above 0, or None.")
-        if not isinstance(salt, str | None):
-            raise ValueError(f"salt {salt!r} must be a text, or None.")
-        limit = min(len(tokens) + params.max_tokens, self.config.max_seq_len)
-        self.scheduler.check(limit, params.n)
-        options = {"priority": priority, "salt": salt, "timeout_s": timeout_s, "awaited": awaited}
-        return new_request(tokens, params, limit, self.tokenizer, self.end_tokens, self.clock(), **options)
+    def request(self, prompt: str | list[int], params: SamplingParams | None, **options) -> Request:
+        """A `new_request` that can run, not submitted yet. options: see there."""
+        options["generation"] = self.generation
+        request = new_request(prompt, params, self.config, self.tokenizer, self.clock(), **options)
+        self.scheduler.check(request.samples[0])
+        return request
 
     def submit(self, request: Request, request_id: str | None = None) -> None:
         """Names it and leaves it for the next step. ValueError: the name is taken. RuntimeError: the queue is full."""

@@ -59,7 +59,7 @@ class AsyncScheduling(EngineCore):
         step.outputs.logits = None  # sampled from already, so the next pass may have their memory
         if step.outputs.sampled is not None:
             step.outputs.sampled.send()
-        for row, (sample, _, _) in enumerate(step.ready):
+        for row, (sample, _, _, _) in enumerate(step.ready):
             step.held.append((sample, sample.num_tokens))
             if sample.reason is None and sample.num_tokens + 1 < sample.limit:
                 sample.tokens.append(~row)
@@ -89,7 +89,7 @@ class AsyncScheduling(EngineCore):
 
     def _take_back(self, sample: Sample, place: int, following: Step) -> None:
         """The pass that follows has read a wrong token at `place`: what came of it is no token of the sample."""
-        for row, (each, _, _) in enumerate(following.ready):
+        for row, (each, _, _, _) in enumerate(following.ready):
             if each is sample:
                 following.dropped.add(row)
                 sample.draw.count -= 1

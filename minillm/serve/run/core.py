@@ -7,9 +7,6 @@
 `AsyncScheduling` calls the same three, in another order. Whoever calls them takes care that it is one thread at a time.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import torch
 
 from minillm.serve.requests.table import RequestTable
@@ -17,29 +14,15 @@ from minillm.serve.run.model_runner import Runner
 from minillm.serve.run.recorder import RecordLog, record
 from minillm.serve.run.step import InputBuilder, Step
 from minillm.serve.sample.next_tokens import NextTokens
-from minillm.serve.schedule.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from minillm.serve.speculate.speculation import Speculation
 
 
 class EngineCore:
     """records: of the last `keep_records` steps; record_blocks: each with every block table."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        scheduler: Scheduler,
-        requests: RequestTable,
-        speculation: "Speculation | None" = None,
-        *,
-        clock: Callable[[], float],
-        keep_records: int = 10_000,
-        record_blocks: bool = False,
-    ):
-        self.runner, self.scheduler, self.requests, self.speculation = runner, scheduler, requests, speculation
-        self.clock, self.record_blocks = clock, record_blocks
-        self.builder = InputBuilder(scheduler.pool, *runner.tables.host.shape)
+    def __init__(self, runner: Runner, requests: RequestTable, *, keep_records: int, record_blocks: bool):
+        self.runner, self.requests, self.record_blocks = runner, requests, record_blocks
+        self.scheduler, self.speculation, self.clock = requests.scheduler, requests.speculation, requests.clock
+        self.builder = InputBuilder(self.scheduler.pool, *runner.tables.host.shape)
         self.next_tokens = NextTokens(requests)
         self.records = RecordLog(keep_records)
 
@@ -95,10 +78,9 @@ class EngineCore:
         if self.speculation is not None:
             self.speculation.observe(step)
             error = error or self.speculation.take_error()
+        facts = {"seconds": self.clock() - step.started, "sampled": sampled, "error": error or None}
         ended = tuple(self.requests.ended_ids)
-        times = (step.started, self.clock() - step.started)
-        facts = {"step": step.number, "times": times, "ended": ended, "sampled": sampled, "error": error or None}
-        self.records.append(record(self.scheduler, step.plan, step.starts, blocks=self.record_blocks, **facts))
+        self.records.append(record(self.scheduler, step, blocks=self.record_blocks, ended=ended, **facts))
         self.requests.ended_ids.clear()
 
     def recover(self, error: str) -> None:
@@ -108,7 +90,8 @@ class EngineCore:
 
     def _fail(self, step: Step) -> None:
         """Nothing that the step wrote is ever hit; the other requests and the pool stay whole."""
-        self.scheduler.pool.invalidate(block for table in step.tables for block in table)
+        for (sample, _), table in zip(step.plan.batch, step.tables, strict=True):
+            self.scheduler.pool.invalidate(table, sample.block_hashes)
         self.builder.reset()
         for sample, _ in step.plan.batch:
             if sample.reason is None:

@@ -17,7 +17,8 @@ from minillm.model.paged.quantized import RowFormat
 from minillm.predict.model import kv_bytes_per_token
 from minillm.serve.numbers import check_whole
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.sample.batch import sample_batch
+from minillm.serve.run.step_inputs import sampling_inputs
+from minillm.serve.sample.batch import sample_on_device
 
 GPU_SHARE, CPU_SHARE, DRAFT_SHARE = 0.9, 0.3, 0.1
 GPU_LIMITS = {"max_num_seqs": 256, "token_budget": 8192}  # of an engine on a GPU; on a CPU those of `Scheduler`
@@ -43,6 +44,39 @@ def gpu_limits(model: Transformer, given: dict[str, object]) -> dict[str, int]:
     elif "max_num_seqs" not in given:
         limits["max_num_seqs"] = min(limits.values())
     return limits
+
+
+def pool_sizes(
+    model: Transformer,
+    block_size: int,
+    num_blocks: int | None,
+    num_host_blocks: int | None,
+    *,
+    utilization: float | None,
+    kv_format: RowFormat | None,
+    scheduling: dict[str, object],
+    **more: int,
+) -> tuple[int, int]:
+    """(blocks on the device, blocks on the host to swap to) of an engine: those asked for, None = what fits.
+
+    scheduling: options of its scheduler. By default the host has as many blocks as the device, if it swaps, and a share
+    of the free RAM holds them, for a GPU at most MOST_PINNED_BYTES. more: of `default_num_blocks`. ValueError for more
+    than the whole memory of the device, or of the host, holds.
+    """
+    weight, ram = model.embedding.weight, psutil.virtual_memory()
+    size = block_bytes(model.config, block_size, weight.dtype, kv_format)
+    if num_blocks is None:
+        limits = {name: scheduling[name] for name in ("max_num_seqs", "token_budget") if name in scheduling}
+        num_blocks = default_num_blocks(model, block_size, utilization, kv_format=kv_format, **limits, **more)
+    if num_host_blocks is None:
+        swaps = scheduling.get("preemption") == "swap"
+        room = CPU_SHARE * ram.available
+        room = min(room, MOST_PINNED_BYTES) if weight.is_cuda else room
+        num_host_blocks = min(num_blocks, int(room // size)) if swaps else 0
+    device = torch.cuda.mem_get_info(weight.device)[1] if weight.is_cuda else ram.total
+    _check_fits("num_blocks", num_blocks, 1, size, device)
+    _check_fits("num_host_blocks", num_host_blocks, 0, size, ram.total)
+    return num_blocks, num_host_blocks
 
 
 def default_num_blocks(
@@ -81,32 +115,14 @@ def default_num_blocks(
     return min(fits, max_num_seqs * blocks_of_full_length(model.config, block_size))
 
 
-def default_num_host_blocks(
-    model: Transformer, block_size: int, num_blocks: int, kv_format: RowFormat | None = None
-) -> int:
-    """Blocks on the host to swap to: as many as on the device, if a share of the free RAM holds them, and for a GPU
-    MOST_PINNED_BYTES."""
-    room = CPU_SHARE * psutil.virtual_memory().available
-    if model.embedding.weight.is_cuda:
-        room = min(room, MOST_PINNED_BYTES)
-    size = block_bytes(model.config, block_size, model.embedding.weight.dtype, kv_format)
-    return min(num_blocks, int(room // size))
-
-
-def check_fits(
-    model: Transformer, block_size: int, num_blocks: int, num_host_blocks: int, kv_format: RowFormat | None = None
-) -> None:
-    """ValueError for more blocks than the whole memory of the device, or of the host, holds."""
-    weight, ram = model.embedding.weight, psutil.virtual_memory().total
-    device = torch.cuda.mem_get_info(weight.device)[1] if weight.is_cuda else ram
-    for name, number, memory in (("num_blocks", num_blocks, device), ("num_host_blocks", num_host_blocks, ram)):
-        check_whole(name, number, int(name == "num_blocks"))
-        size = number * block_bytes(model.config, block_size, weight.dtype, kv_format)
-        if size > memory:
-            raise ValueError(
-                f"{name} {number} blocks are {size / 1e9:,.1f} GB of keys and values, and the memory is "
-                f"{memory / 1e9:,.1f} GB in all: ask for fewer, or leave it out to take what fits."
-            )
+def _check_fits(name: str, number: int, least: int, block_bytes: int, memory: int) -> None:
+    """ValueError for more blocks than the whole memory holds."""
+    check_whole(name, number, least)
+    if (size := number * block_bytes) > memory:
+        raise ValueError(
+            f"{name} {number} blocks are {size / 1e9:,.1f} GB of keys and values, and the memory is "
+            f"{memory / 1e9:,.1f} GB in all: ask for fewer, or leave it out to take what fits."
+        )
 
 
 def draft_num_blocks(model: Transformer, block_size: int) -> int:
@@ -120,13 +136,13 @@ def draft_num_blocks(model: Transformer, block_size: int) -> int:
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, kv_format: RowFormat | None = None) -> int:
     """Bytes of one block: keys and values of block_size tokens in all layers."""
     if kv_format is None:
-        return max(block_size, 1) * kv_bytes_per_token(config, dtype.itemsize)
+        return block_size * kv_bytes_per_token(config, dtype.itemsize)
     sizes = {"bytes_per_element": kv_format.code_dtype.itemsize, "scale_bytes": kv_format.scale_dtype.itemsize}
-    return max(block_size, 1) * kv_bytes_per_token(config, **sizes)
+    return block_size * kv_bytes_per_token(config, **sizes)
 
 
 def blocks_of_full_length(config: ModelConfig, block_size: int) -> int:
-    return -(-config.max_seq_len // max(block_size, 1))
+    return -(-config.max_seq_len // block_size)
 
 
 def _pass_bytes(model: Transformer, *, max_num_seqs: int, token_budget: int) -> int:
@@ -155,4 +171,4 @@ def largest_pass(model: Transformer, tokens: int, rows: int) -> None:
     wanted = torch.arange(rows, device=device)
     logits = model(ids, positions, attention=lambda q, k, v, **_: q.clone(), rows=wanted)[0].float()
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=logits.shape[1] - 1, min_p=0.01, repetition_penalty=1.1)
-    sample_batch(logits, [(params, [0], Draw(0))] * rows)
+    sample_on_device(logits, sampling_inputs([(params, [0], Draw(0))] * rows)).read()

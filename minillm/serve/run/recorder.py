@@ -6,8 +6,8 @@
 from collections import deque
 from dataclasses import dataclass
 
+from minillm.serve.run.step import Step
 from minillm.serve.schedule.scheduler import Scheduler
-from minillm.serve.schedule.sequence import Plan
 
 MOST_ENTRIES = 640_000  # of sequences in steps: some 50 MB, however many sequences a step has
 
@@ -44,8 +44,7 @@ class StepRecord:
 
 
 class RecordLog(deque[StepRecord]):
-    """The last `steps` records, or fewer that have MOST_ENTRIES entries together. They come by `append`
-    alone."""
+    """The last `steps` records, or fewer that have MOST_ENTRIES entries together. They come by `append` alone."""
 
     def __init__(self, steps: int):
         super().__init__()
@@ -62,23 +61,13 @@ class RecordLog(deque[StepRecord]):
         self.entries = 0
 
 
-def record(
-    scheduler: Scheduler,
-    plan: Plan,
-    starts: list[int],
-    *,
-    step: int,
-    blocks: bool,
-    times: tuple[float, float],
-    **facts,
-) -> StepRecord:
-    """The record of a step that is over. starts: what was computed of each of the plan's sequences before it."""
-    pool, running = scheduler.pool, scheduler.running
+def record(scheduler: Scheduler, step: Step, *, blocks: bool, **facts) -> StepRecord:
+    """The record of a step that is over. facts: the fields that neither of them knows. blocks: with every table."""
+    pool, running, plan = scheduler.pool, scheduler.running, step.plan
     return StepRecord(
-        step=step,
-        started=times[0],
-        seconds=times[1],
-        batch=tuple([(s.name, start, tokens) for (s, tokens), start in zip(plan.batch, starts, strict=True)]),
+        step=step.number,
+        started=step.started,
+        batch=tuple([(s.name, start, tokens) for (s, tokens), start in zip(plan.batch, step.starts, strict=True)]),
         admitted=tuple(sequence.name for sequence in plan.admitted),
         preempted=tuple(sequence.name for sequence in plan.preempted),
         running=len(running),

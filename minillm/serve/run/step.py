@@ -12,16 +12,13 @@ import numpy as np
 
 from minillm.serve.requests.request import Sample
 from minillm.serve.run.model_runner import StepOutputs
-from minillm.serve.run.step_inputs import Row, SamplingInputs, StepInputs, greedy_inputs, sampling_inputs
-from minillm.serve.sample.seen import SeenOnHost
+from minillm.serve.run.penalties import Penalised, SeenOnHost
+from minillm.serve.run.step_inputs import Row, SamplingInputs, StepInputs, sampling_inputs
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.sequence import Plan, Sequence
 
-NOTHING = np.zeros(0, np.int64)
-# A sample whose last token the step computes; the first of its rows of the logits, and the end of them.
-Ready = tuple[Sample, int, int]
-# A sample that gets a token; the place of the token among its own.
-Held = tuple[Sample, int]
+# A sample whose last token the step computes; its place in the plan; the first of its rows of the logits, and the end.
+Ready = tuple[Sample, int, int, int]
 
 
 @dataclass(eq=False)
@@ -31,8 +28,8 @@ class Step:
 
     drafts: draft tokens to compute after a sequence's own, by place in the plan. ready: the samples that get tokens;
     the first of several (n > 1) is followed by the others, once they run; forks: there is such a one. dropped: rows of
-    it whose token is no good. held: tokens that the host has not read yet (`AsyncScheduling`). outputs: None until
-    it is executed. error: what it raised, "" = nothing; stage: where.
+    it whose token is no good. held: a sample and the place of its token that the host has not read yet
+    (`AsyncScheduling`). outputs: None until it is executed. error: what it raised, "" = nothing; stage: where.
     """
 
     number: int
@@ -45,22 +42,13 @@ class Step:
     ready: list[Ready] = field(default_factory=list)
     forks: bool = False
     dropped: set[int] = field(default_factory=set)
-    held: list[Held] = field(default_factory=list)
+    held: list[tuple[Sample, int]] = field(default_factory=list)
     outputs: StepOutputs | None = None
     stage: str = "the forward pass"
     error: str = ""
 
     def raised(self, failure: Exception) -> None:
         self.error = f"{type(failure).__name__}: {failure}"
-
-    def start_of(self, sequence: Sequence) -> int:
-        """Its tokens that were computed before the step."""
-        return next(start for (each, _), start in zip(self.plan.batch, self.starts, strict=True) if each is sequence)
-
-    def table(self, sequence: Sequence) -> list[int]:
-        """The blocks of one sequence; none if the step did not have it, such as a fork that was made after the pass."""
-        tables = (table for (each, _), table in zip(self.plan.batch, self.tables, strict=True) if each is sequence)
-        return next(tables, [])
 
 
 class InputBuilder:
@@ -100,21 +88,14 @@ class InputBuilder:
         num_samples = 0
         for place, ((sequence, count), start) in enumerate(zip(step.plan.batch, step.starts, strict=True)):
             sequence.forwarded += count
-            if count == 1:
-                flat.append(sequence.tokens[start])
-            else:
-                flat += sequence.tokens[start : start + count]
-                flat += step.drafts.get(place, ())
+            flat += sequence.tokens[start : start + count]
+            flat += step.drafts.get(place, ())
             num_drafts = start + count - len(sequence.tokens)
-            if num_drafts == 0:
-                step.ready.append((sequence, len(wanted), len(wanted) + 1))
-                wanted.append(len(flat) - 1)
-                num_samples += sequence.num_seqs
-            elif num_drafts > 0:
-                step.ready.append((sequence, len(wanted), len(wanted) + 1 + num_drafts))
+            if num_drafts >= 0:
+                step.ready.append((sequence, place, len(wanted), len(wanted) + 1 + num_drafts))
                 wanted += range(len(flat) - 1 - num_drafts, len(flat))
-                num_samples += 1
-        places, blocks = _array(self._places), _array(self._blocks)
+                num_samples += sequence.num_seqs
+        places, blocks = np.array(self._places, np.int64), np.array(self._blocks, np.int64)
         self._places, self._blocks = [], []
         step.forks = num_samples > len(step.ready)
         allowed_rows, allowed_ids = _allowed(step.ready)
@@ -125,7 +106,7 @@ class InputBuilder:
             starts=np.array(step.starts, np.int64),
             counts=np.array([count for _, count in step.plan.batch], np.int64),
             rows=np.array(step.rows, np.int64),
-            moves=_array(moves).reshape(-1, 3),
+            moves=np.array(moves, np.int64).reshape(-1, 3),
             table_places=places,
             table_blocks=blocks,
             wanted=np.array(wanted, np.int64),
@@ -164,16 +145,16 @@ class InputBuilder:
     def _sampling(self, step: Step) -> SamplingInputs:
         """A row for each sample: one for a sequence, n for one whose prompt ends and that n samples go on from."""
         ready = step.ready
-        if not step.forks and all([sample.request.params.greedy_only for sample, _, _ in ready]):
-            return greedy_inputs(len(ready))
+        if not step.forks and all([sample.request.params.greedy_only for sample, _, _, _ in ready]):
+            return SamplingInputs(len(ready))
         rows: list[Row] = []
         logits_rows: list[int] = []
-        penalties: list[tuple] = []
-        for sample, first, _ in ready:
+        penalties: list[Penalised] = []
+        for sample, _, first, _ in ready:
             samples = [sample] if sample.num_seqs == 1 else sample.request.samples
             if (penalty := sample.request.params.repetition_penalty) != 1:
-                seen = (penalty, self._row_of[sample], sample, sample.tokens)
-                penalties += [(row, *seen) for row in range(len(rows), len(rows) + len(samples))]
+                of_row = (penalty, self._row_of[sample], sample, sample.tokens)
+                penalties += [Penalised(row, *of_row) for row in range(len(rows), len(rows) + len(samples))]
             rows += [(each.request.params, each.tokens, each.draw) for each in samples]
             logits_rows += [first] * len(samples)
         return sampling_inputs(rows, logits_rows if step.forks else None, self.seen.penalties(penalties))
@@ -183,13 +164,9 @@ def _allowed(ready: list[Ready]) -> tuple[np.ndarray, np.ndarray]:
     """(rows of the logits, token ids): the first token of an answer is one of its request's `first_tokens`."""
     rows: list[int] = []
     ids: list[int] = []
-    for sample, first, _ in ready:
+    for sample, _, first, _ in ready:
         allowed = sample.request.params.first_tokens
         if allowed and len(sample.tokens) == len(sample.request.prompt):
             rows += [first] * len(allowed)
             ids += allowed
-    return _array(rows), _array(ids)
-
-
-def _array(numbers: list) -> np.ndarray:
-    return np.array(numbers, np.int64) if numbers else NOTHING  # nearly always there are none
+    return np.array(rows, np.int64), np.array(ids, np.int64)

@@ -9,7 +9,6 @@ token or sequence is one more named array here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from minillm.model.draw import Draw
 from minillm.serve.requests.params import SamplingParams
+from minillm.serve.run.penalties import Penalties, penalties_of
 
 Row = tuple[SamplingParams, Sequence[int], Draw]  # what a request asks for; its prompt and answer so far; its draws
 
@@ -41,34 +41,11 @@ class SamplingInputs:
     min_p: np.ndarray | None = None
     uniform: np.ndarray | None = None
     logprobs: np.ndarray | None = None
-    penalties: "Penalties | None" = None
+    penalties: Penalties | None = None
 
     @property
     def greedy_only(self) -> bool:
         return self.temperature is None
-
-
-@dataclass(frozen=True, eq=False)
-class Penalties:
-    """The repetition penalty of p of the tokens, and what is new in the rows of `SeenTokens`; int64 but for penalty.
-
-    rows, penalty (float64): [p], a row of the sampling and its penalty; seen_rows: [p], the row of `SeenTokens` that
-    its sequence has. cleared: [c], rows that begin anew; new_rows, new_ids: [m], tokens that a row then gets, ~i as in
-    `StepInputs.tokens`. extra_places, extra_ids: [e], tokens that count for one of the p alone, such as draft tokens.
-    """
-
-    rows: np.ndarray
-    penalty: np.ndarray
-    seen_rows: np.ndarray
-    cleared: np.ndarray
-    new_rows: np.ndarray
-    new_ids: np.ndarray
-    extra_places: np.ndarray
-    extra_ids: np.ndarray
-
-    @property
-    def asked(self) -> bool:
-        return bool(len(self.rows) or len(self.new_ids))
 
 
 def sampling_inputs(
@@ -76,11 +53,13 @@ def sampling_inputs(
 ) -> SamplingInputs:
     """The arrays for these rows. Takes one random number of every row's `Draw` whose temperature is above 0.
 
-    penalties: of `SeenOnHost`, for rows that ask for any.
+    penalties: None = from these rows alone.
     """
     places = None if logits_rows is None else np.array(logits_rows, np.int64)
     if all([params.greedy_only for params, _, _ in rows]):
-        return greedy_inputs(len(rows)) if places is None else SamplingInputs(len(rows), places)
+        return SamplingInputs(len(rows), places)
+    if penalties is None:
+        penalties = penalties_of(rows)
     return SamplingInputs(
         count=len(rows),
         logits_rows=places,
@@ -92,12 +71,6 @@ def sampling_inputs(
         logprobs=np.array([-1 if params.logprobs is None else params.logprobs for params, _, _ in rows], np.int64),
         penalties=penalties,
     )
-
-
-@lru_cache(maxsize=1024)
-def greedy_inputs(count: int) -> SamplingInputs:
-    """The likeliest token of every row; one object for all steps of so many tokens."""
-    return SamplingInputs(count)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,27 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.model.draw import COLDEST
 from minillm.model.paged.tables import to_device
 from minillm.serve.requests.params import Token, plain_token
-from minillm.serve.run.step_inputs import Row, SamplingInputs, sampling_inputs
+from minillm.serve.run.step_inputs import SamplingInputs
 from minillm.serve.sample import selection
-from minillm.serve.sample.reference import COLDEST, described
-from minillm.serve.sample.seen import SeenOnHost, SeenTokens
+from minillm.serve.sample.reference import described
+from minillm.serve.sample.seen import SeenTokens
 from minillm.serve.sample.selection import LastKept, last_kept, row_sum, sum_above
 
 NOT_FINITE, UNCERTAIN = -1, -2  # instead of an id: logits of NaN or infinity; the row has to be sorted
 CANDIDATES = 2048  # a top-k below it sorts what it keeps
 ROWS_AT_ONCE = 8  # on a CPU, whose caches hold no more
-
-
-def sample_batch(logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
-    """A token for each row, None where its logits are not finite. logits: [rows, vocab_size], float32, not changed."""
-    wanted = [
-        (row, params.repetition_penalty, row, row, tokens)
-        for row, (params, tokens, _) in enumerate(rows)
-        if params.repetition_penalty != 1
-    ]
-    return sample_on_device(logits, sampling_inputs(rows, penalties=SeenOnHost().penalties(wanted))).read()
 
 
 def sample_on_device(
@@ -50,30 +41,23 @@ def sample_on_device(
     sampled: what placeholders among new tokens stand for, see `fill_placeholders`. seen: what the sequences have seen
     before; None = nothing that `inputs` does not bring.
     """
-    index = None if inputs.logits_rows is None else to_device([inputs.logits_rows], logits.device)[0]
+    if inputs.logits_rows is not None:
+        logits = logits.index_select(0, to_device([inputs.logits_rows], logits.device)[0])
     if inputs.greedy_only:
-        most, likeliest = logits.max(-1)
-        flags = torch.where(most.isfinite(), likeliest, NOT_FINITE)
-        if index is not None:
-            likeliest, flags = likeliest.index_select(0, index), flags.index_select(0, index)
-        return SampledTokens(likeliest, flags)
-    if index is not None:
-        logits = logits.index_select(0, index)
+        most, ids = logits.max(-1)
+        return SampledTokens(ids, torch.where(most.isfinite(), ids, NOT_FINITE))
     drawn, described_rows = np.flatnonzero(inputs.temperature > 0), np.flatnonzero(inputs.logprobs >= 0)
     drawn_index, described_index = to_device([drawn, described_rows], logits.device)
     penalties = inputs.penalties
     seen = seen or SeenTokens()
     scores = logits if penalties is None else seen.penalised(logits, penalties, sampled)
     most = scores.amax(-1, keepdim=True)
-    ids = flags = None if len(drawn) == inputs.count else scores.argmax(-1)
+    ids = flags = drawn_index if len(drawn) == inputs.count else scores.argmax(-1)
     resample = None
     if len(drawn):
         found, certain, resample = _sample_rows(scores, most, inputs, drawn, drawn_index)
-        marked = torch.where(certain, found, UNCERTAIN)
-        if ids is None:
-            ids, flags = found, marked
-        else:
-            ids, flags = ids.index_copy(0, drawn_index, found), flags.index_copy(0, drawn_index, marked)
+        ids = ids.index_copy(0, drawn_index, found)
+        flags = flags.index_copy(0, drawn_index, torch.where(certain, found, UNCERTAIN))
     result = SampledTokens(ids, torch.where(most[:, 0].isfinite(), flags, NOT_FINITE), resample)
     if len(described_rows):
         wanted = dict(zip(described_rows.tolist(), inputs.logprobs[described_rows].tolist(), strict=True))
@@ -119,9 +103,7 @@ def _weights(scores: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
     width = scores.shape[1]
     weights = scores.new_empty(len(scores), -(-width // selection.PIECE) * selection.PIECE)
     weights[:, width:] = 0
-    inside = weights[:, :width]
-    torch.sub(scores, most, out=inside)
-    inside.div_(temperature.float()).exp_()
+    torch.sub(scores, most, out=weights[:, :width]).div_(temperature.float()).exp_()
     return weights
 
 
@@ -149,10 +131,7 @@ def _from_likeliest(
     count: int, weights: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
     """([rows] token ids, [rows] whether they are certain), from the `count` likeliest tokens of each row, sorted."""
-    if count < weights.shape[1]:
-        ids = weights.topk(count).indices.sort().values
-    else:
-        ids = torch.arange(count, device=weights.device).expand_as(weights)
+    ids = weights.topk(count).indices.sort().values
     values, order = weights.gather(1, ids).sort(dim=1, descending=True, stable=True)  # of equals, the lowest id first
     ids = ids.gather(1, order)
     keep = torch.arange(count, device=weights.device) < top_k
@@ -172,7 +151,7 @@ def _from_all(
 ) -> tuple[Tensor, Tensor]:
     """([rows] token ids, [rows] whether they are certain), however many are kept. cuts: does any row have a top-k, a
     top-p, a min-p?"""
-    some_k, some_p, some_min_p = cuts
+    some_k, some_p, _ = cuts
     width, certain = weights.shape[1], torch.ones_like(min_p, dtype=torch.bool)
     if not any(cuts):
         return inverse_transform(weights, uniforms), certain[:, 0]
@@ -187,9 +166,8 @@ def _from_all(
     if some_p:
         found = last_kept(weights, top_p * kept, whole, counted=False)
         last = found._replace(certain=found.certain & last.certain).where(top_p < 1, last)
-    if some_min_p:
-        least = min_p.float()
-        last = LastKept(least, torch.full_like(last.place, width), last.certain).where(least > last.weight, last)
+    least = min_p.float()
+    last = LastKept(least, torch.full_like(last.place, width), last.certain).where(least > last.weight, last)
     return inverse_transform(weights, uniforms, last), last.certain[:, 0]
 
 

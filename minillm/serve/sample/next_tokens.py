@@ -40,33 +40,33 @@ class NextTokens:
 
     def _with_forks(self, ready: Ready) -> list[Ready]:
         """The sample; if it is the first of several, they all, which run from here on."""
-        sample, start, end = ready
+        sample, place, start, end = ready
         if sample.num_seqs == 1:
             return [ready]
         samples = sample.request.samples
         if sample.reason is None:  # it was not cancelled during the pass
             self.scheduler.fork(sample, samples[1:])
-        return [(each, start, end) for each in samples]
+        return [(each, place, start, end) for each in samples]
 
     def _give(self, step: Step, tokens: list[list[Token] | None]) -> int:
         """Adds to each answer its tokens; returns how many were added.
 
         tokens: None for logits that are not finite, none if only a draft token made them so.
         """
-        for row, ((sample, _, _), given) in enumerate(zip(step.ready, tokens, strict=True)):
+        for row, ((sample, place, _, _), given) in enumerate(zip(step.ready, tokens, strict=True)):
             if given is None and row not in step.dropped:
-                self.scheduler.pool.invalidate(step.table(sample))
+                self.scheduler.pool.invalidate(step.tables[place], sample.block_hashes)
                 if sample.reason is None:
                     reason = f"its logits are not finite after {sample.num_tokens} tokens (NaN or infinite)"
                     self.requests.end(sample.request, "failed", reason)
         sampled = 0
-        for row, ((sample, _, _), given) in enumerate(zip(step.ready, tokens, strict=True)):
+        for row, ((sample, place, _, _), given) in enumerate(zip(step.ready, tokens, strict=True)):
             if sample.reason is not None or row in step.dropped:
                 continue
             if given:
                 sampled += self._accept(sample, given)
             else:  # its draft spoilt the pass
-                self.scheduler.take_back(sample, step.start_of(sample))
+                self.scheduler.take_back(sample, step.starts[place])
         return sampled
 
     def _failed(self, sample: Sample, failure: Exception) -> None:

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minillm.model.draw import Draw
+from minillm.model.draw import COLDEST, Draw
 from minillm.serve.requests.params import SamplingParams, Token
 
 RULED_OUT = float("-inf")  # as a logit: exp of it is 0
 Random = Draw | torch.Generator
-COLDEST = 1e-6  # below it float32 overflows; the likeliest token is drawn with certainty long before
 
 
 def sample(logits: Tensor, params: SamplingParams, seen: Sequence[int], draw: Random) -> Token:

@@ -1,60 +1,16 @@
 """Which tokens a sequence has seen, for the repetition penalty: a row of truth values on the device for each.
 
-    host     which sequence's tokens each row holds, and how many of them: only what is new is sent, one id a step
-    device   [rows, vocab_size], one byte each; a penalty reads its row and no list of ids
-
-The rows are those of the block tables, where a sequence keeps its own from step to step.
+[rows, vocab_size], one byte each: a penalty reads its row and no list of ids. What is new in a row comes with each
+step, see `run/penalties.py`.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.model.paged.tables import to_device
-from minillm.serve.run.step_inputs import Penalties, fill_placeholders
-
-
-class SeenOnHost:
-    """What the rows on the device hold, so that the next step's `Penalties` bring only what they lack."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[object, int]] = {}  # row -> the sequence, how many of its tokens
-
-    def forget(self, sequence: object) -> None:
-        """Some of its tokens on the device are wrong: they are written anew."""
-        self._held = {row: held for row, held in self._held.items() if held[0] is not sequence}
-
-    def penalties(
-        self,
-        wanted: Sequence[tuple[int, float, int, object, Sequence[int]]],
-        extra: Sequence[tuple[int, int]] = (),
-    ) -> Penalties:
-        """wanted: of each that has a penalty (row of the sampling, penalty, row of its sequence, the sequence, its
-        tokens). extra: (place among these, a token that it alone has seen)."""
-        cleared: list[int] = []
-        rows: list[int] = []
-        ids: list[int] = []
-        for _, _, row, sequence, tokens in wanted:
-            holder, known = self._held.get(row, (None, 0))
-            if holder is not sequence or known > len(tokens):
-                known = 0
-                cleared.append(row)
-            rows += [row] * (len(tokens) - known)
-            ids += tokens[known:]
-            self._held[row] = sequence, len(tokens)
-        sampling_rows, penalties, seen_rows = zip(*[each[:3] for each in wanted], strict=True) if wanted else ((),) * 3
-        return Penalties(
-            np.array(sampling_rows, np.int64),
-            np.array(penalties, np.float64),
-            np.array(seen_rows, np.int64),
-            np.array(cleared, np.int64),
-            np.array(rows, np.int64),
-            np.array(ids, np.int64),
-            np.array([place for place, _ in extra], np.int64),
-            np.array([token for _, token in extra], np.int64),
-        )
+from minillm.serve.run.penalties import Penalties
+from minillm.serve.run.step_inputs import fill_placeholders
 
 
 class SeenTokens:

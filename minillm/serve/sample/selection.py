@@ -36,11 +36,10 @@ def last_kept(weights: Tensor, limit: Tensor, whole: Tensor, *, counted: bool) -
     weights: [rows, width], width a multiple of PIECE. limit: [rows, 1], float64, the sum (counted: the number) that the
     kept weights reach. whole: [rows, 1], float64, the sum (counted: the number) of all.
 
-    A sorted sample tells between which two weights it lies, and only what lies there is gathered and sorted. It does
-    lie there if those above do not reach the limit and with those between they do. How far is it from the sample's
-    estimate? Counted in the sample's weights, the standard deviation is at most half the root of their number, because
-    what is not kept is no larger than the last one kept; once the sum at the estimate is known, it is the root of the
-    distance that is left.
+    It lies between the two weights if those above do not reach the limit and with those between they do. How far is it
+    from the sample's estimate? Counted in the sample's weights, the standard deviation is at most half the root of
+    their number, because what is not kept is no larger than the last one kept; once the sum at the estimate is known,
+    it is the root of the distance that is left.
     """
     (rows, width), device = weights.shape, weights.device
     step = max(1, width // SAMPLE)

@@ -168,13 +168,6 @@ class BlockPool:
                 else:
                     self._idle[block] = None
 
-    def release_unseen(self, blocks: Sequence[int], first: int, computed: int) -> int:
-        """Gives back the blocks from place `first` on that no token from place `computed` on sees; returns the first
-        that is left. Those that are cached can be hit until they are evicted."""
-        end = min(self.first_needed(computed), len(blocks))
-        self.release(blocks[first:end])
-        return max(first, end)
-
     def copy_on_write(self, blocks: list[int], index: int) -> None:
         """After this blocks[index] has one holder, which may write into it: a shared block is replaced by a copy."""
         shared = blocks[index]
@@ -221,15 +214,16 @@ class BlockPool:
         if self.prefix_cache and self._prefix[block] is None and prefix not in self._cache:
             self._cache[prefix], self._prefix[block] = block, prefix
 
-    def invalidate(self, blocks: Iterable[int]) -> None:
-        """A lookup no longer finds these blocks: what they contain turned out to be wrong."""
-        for block in blocks:
-            if (prefix := self._prefix[block]) is not None:
+    def invalidate(self, blocks: Iterable[int], chain: Iterable[Prefix]) -> None:
+        """A sequence's blocks turned out to be wrong: no lookup finds them. chain: its prefixes, as far as any of the
+        blocks is cached. A block that it gave back, and that holds another prefix by now, is left alone."""
+        for block, prefix in zip(blocks, chain, strict=False):
+            if self._prefix[block] == prefix:
                 del self._cache[prefix]
                 self._prefix[block] = None
-            if block in self._idle:
-                del self._idle[block]
-                self._free.append(block)
+                if block in self._idle:
+                    del self._idle[block]
+                    self._free.append(block)
 
     def swap_out(self, blocks: Sequence[int]) -> list[int]:
         """Moves the blocks to the host and releases them; returns the host blocks. Needs as many in `free_host`."""
@@ -257,6 +251,7 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        self.invalidate([block])
+        del self._cache[self._prefix[block]]
+        self._prefix[block] = None
         self.evicted += 1
         return block

@@ -68,7 +68,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues it. ValueError if it could never run, RuntimeError if the queue is full."""
-        self.check(sequence.limit, sequence.num_seqs)
+        self.check(sequence)
         self.check_queue()
         self.enqueue(sequence)
 
@@ -84,20 +84,19 @@ class Scheduler:
         if self.max_waiting is not None and waiting >= self.max_waiting:
             raise RuntimeError(f"the queue is full ({waiting} wait, max_waiting {self.max_waiting}): try later.")
 
-    def check(self, limit: int, num_seqs: int) -> None:
-        """ValueError if a sequence of so many tokens could never run."""
+    def check(self, sequence: Sequence) -> None:
+        """ValueError if a new sequence could never run."""
+        limit, total, n = sequence.limit, self.pool.total, sequence.num_seqs
         needed = self.pool.blocks_for(limit - 1)  # the last token is never computed
         if self.piece is not None:
             needed = min(needed, self.pool.most_blocks(self.piece))
-        if needed > self.pool.total:
+        if needed > total:
             raise ValueError(
-                f"{limit} tokens need {needed} blocks of {self.pool.block_size} and the pool has {self.pool.total}: "
+                f"{limit} tokens need {needed} blocks of {self.pool.block_size} and the pool has {total}: "
                 "shorten the prompt, lower max_tokens or enlarge the pool."
             )
-        if num_seqs > self.max_num_seqs:
-            raise ValueError(
-                f"n {num_seqs} is more than max_num_seqs {self.max_num_seqs}: lower one or raise the other."
-            )
+        if n > self.max_num_seqs:
+            raise ValueError(f"n {n} is more than max_num_seqs {self.max_num_seqs}: lower one or raise the other.")
 
     def schedule(self) -> Plan:
         """The next step. Empty only when nothing waits or runs."""
@@ -132,32 +131,24 @@ class Scheduler:
 
     def advance(self, plan: Plan) -> list[Sequence]:
         """The plan is computed. Returns those whose last token was: their next one can be sampled."""
-        complete = []
         for sequence, tokens in plan.batch:
-            num_tokens, computed = len(sequence.tokens), sequence.num_computed + tokens
-            if computed < num_tokens:
-                sequence.num_computed = computed
-            else:
-                sequence.num_computed = num_tokens
-                complete.append(sequence)
+            sequence.num_computed = min(sequence.num_computed + tokens, len(sequence.tokens))
         if self.pool.window is not None:
             for sequence, _ in plan.batch:
                 self._release_unseen(sequence)
-        return complete
+        return [sequence for sequence, _ in plan.batch if sequence.num_computed == len(sequence.tokens)]
 
     def commit_accepted(self, sequence: Sequence) -> None:
         """Its new tokens are verified: the blocks they filled are shared, those of rejected draft tokens go back."""
-        size, before = self.pool.block_size, sequence.num_computed
-        sequence.num_computed = after = len(sequence.tokens) - 1
-        if after != before or not (len(sequence.blocks) - 1) * size < after <= len(sequence.blocks) * size:
-            self._cache_blocks(sequence, before // size, sequence.num_computed // size)
-            self._release_behind(sequence)
-        if self.pool.window is not None:
-            self._release_unseen(sequence)
+        before, sequence.num_computed = sequence.num_computed, sequence.num_tokens - 1
+        self._cache_blocks(sequence, before // self.pool.block_size, sequence.num_computed // self.pool.block_size)
+        self._release_behind(sequence)
+        self._release_unseen(sequence)
 
     def take_back(self, sequence: Sequence, start: int) -> None:
         """A pass spoilt what it wrote from `start` on: nobody may hit it, and it is computed again."""
-        self.pool.invalidate(sequence.blocks[start // self.pool.block_size :])
+        first = start // self.pool.block_size
+        self.pool.invalidate(sequence.blocks[first:], sequence.block_hashes[first:])
         sequence.num_computed = start
         self._release_behind(sequence)
         if self.pool.window is not None and start < sequence.num_tokens - 1:  # what those tokens see may be gone
@@ -188,7 +179,7 @@ class Scheduler:
         if sequence.state is RUNNING:
             self._stop_running(sequence)
             if wrong:
-                self.pool.invalidate(sequence.held_blocks)
+                self.pool.invalidate(sequence.blocks, sequence.block_hashes)
         elif sequence.state is State.WAITING:
             self.num_waiting -= 1
         sequence.state = State.FINISHED
@@ -199,10 +190,6 @@ class Scheduler:
     def _give(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         """Plans the next tokens of a sequence that has blocks for all; returns how many."""
         size, computed = self.pool.block_size, sequence.num_computed
-        if budget and sequence.num_uncomputed == 1 and (computed + 1) % size:  # decoding, within a block
-            plan.batch.append((sequence, 1))
-            sequence.last_step = self.step
-            return 1
         if budget and sequence.num_uncomputed > 1 and computed % size == 0:  # others may have computed it meanwhile
             found = self.pool.lookup(self._prefixes(sequence)[computed // size : len(sequence.blocks) - 1])
             own = slice(computed // size, computed // size + len(found))
@@ -249,8 +236,7 @@ class Scheduler:
             self._preempt(victim)
             plan.preempted.append(victim)
         sequence.blocks += self.pool.allocate(missing)
-        if shared:
-            self.pool.copy_on_write(sequence.blocks, index)
+        self.pool.copy_on_write(sequence.blocks, index)
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -298,16 +284,17 @@ class Scheduler:
         del sequence.blocks[held:]
 
     def _release_unseen(self, sequence: Sequence) -> None:
-        first = sequence.first_block
-        sequence.first_block = self.pool.release_unseen(sequence.blocks, first, sequence.num_certain)
+        """Blocks that none of its next tokens sees. Those that are cached can be hit until they are evicted."""
+        first, end = sequence.first_block, min(self.pool.first_needed(sequence.num_certain), len(sequence.blocks))
+        self.pool.release(sequence.blocks[first:end])
+        sequence.first_block = max(first, end)
 
     def _cache_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Others of this very step may hit a block too: a layer writes all its keys before it reads any."""
         end = min(end, (sequence.num_tokens - sequence.num_pending) // self.pool.block_size)
         if self.pool.prefix_cache and start < end:
-            for block, prefix in zip(
-                sequence.blocks[start:end], sequence.prefixes(end, self.pool.block_size)[start:], strict=True
-            ):
+            prefixes = sequence.prefixes(end, self.pool.block_size)[start:]
+            for block, prefix in zip(sequence.blocks[start:end], prefixes, strict=True):
                 self.pool.cache_block(block, prefix)
 
     def _stop_running(self, sequence: Sequence) -> None:

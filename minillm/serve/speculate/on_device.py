@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.model.draw import Draw
+from minillm.model.draw import COLDEST, Draw
 from minillm.model.paged.tables import to_device
 from minillm.serve.requests.params import SamplingParams, Token
-from minillm.serve.run.step_inputs import Penalties
+from minillm.serve.run.penalties import Penalised, Penalties, SeenOnHost
 from minillm.serve.sample.batch import NOT_FINITE, inverse_transform
-from minillm.serve.sample.reference import COLDEST, RULED_OUT, Random, choose
-from minillm.serve.sample.seen import SeenOnHost, SeenTokens
+from minillm.serve.sample.reference import RULED_OUT, Random, choose
+from minillm.serve.sample.seen import SeenTokens
 from minillm.serve.sample.selection import PIECE
 from minillm.serve.speculate.proposal import Draft
 from minillm.serve.speculate.verify import verify_greedy
@@ -89,7 +89,7 @@ def distributions(
     """[rows, vocab_size], `verify.distribution` of each row. drafted: [rows, n], ids seen besides, on the device."""
     penalised = [row for row, each in enumerate(params) if each.repetition_penalty != 1]
     if penalised:
-        wanted = [(row, params[row].repetition_penalty, row, row, seen[row]) for row in penalised]
+        wanted = [Penalised(row, params[row].repetition_penalty, row, row, seen[row]) for row in penalised]
         table = SeenTokens()
         logits = table.penalised(logits, SeenOnHost().penalties(wanted), None, drafted)
     return warped(logits, params)
@@ -183,7 +183,13 @@ def _penalties(rows: Sequence[RowToVerify], host: SeenOnHost) -> Penalties:
     """With the guesses before each row as tokens that this row alone has seen."""
     asked = [place for place, row in enumerate(rows) if row.params.repetition_penalty != 1]
     wanted = [
-        (place, rows[place].params.repetition_penalty, rows[place].seen_row, rows[place].sequence, rows[place].tokens)
+        Penalised(
+            place,
+            rows[place].params.repetition_penalty,
+            rows[place].seen_row,
+            rows[place].sequence,
+            rows[place].tokens,
+        )
         for place in asked
     ]
     extra = [(number, guess) for number, place in enumerate(asked) for guess in rows[place].before]

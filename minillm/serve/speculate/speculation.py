@@ -20,9 +20,10 @@ from minillm.model import ModelConfig
 from minillm.model.paged.tables import to_device
 from minillm.serve.requests.params import Token, plain_token
 from minillm.serve.requests.request import Sample
+from minillm.serve.run.penalties import SeenOnHost
 from minillm.serve.run.step import Step
 from minillm.serve.sample.batch import NOT_FINITE
-from minillm.serve.sample.seen import SeenOnHost, SeenTokens
+from minillm.serve.sample.seen import SeenTokens
 from minillm.serve.schedule.sequence import Plan
 from minillm.serve.speculate.adaptive import AdaptiveK, Counts
 from minillm.serve.speculate.on_device import RowToVerify, Verdict, accepted_tokens, described_rows, verdicts
@@ -80,16 +81,16 @@ class Speculation:
         None: its logits are not finite; no tokens: they are not finite because of the draft, which is dropped.
         """
         logits = step.outputs.logits
-        if all([sample.request.params.greedy_only for sample, _, _ in step.ready]):
+        if all([sample.request.params.greedy_only for sample, _, _, _ in step.ready]):
             most, likeliest = logits.max(-1)
             best = torch.where(most.isfinite(), likeliest, NOT_FINITE).tolist()
-            found = [[Verdict(token, token, False) for token in best[start:end]] for _, start, end in step.ready]
+            found = [[Verdict(token, token, False) for token in best[start:end]] for _, _, start, end in step.ready]
             faults: list[tuple[Sample, Exception]] = []
         else:
             found, faults = self._verdicts(step, logits)
         verified: list[list[Token] | None] = []
         failed = {sample.request for sample, _ in faults}
-        for (sample, start, end), mine in zip(step.ready, found, strict=True):
+        for (sample, _, start, end), mine in zip(step.ready, found, strict=True):
             ended = sample.reason is not None or sample.request in failed
             finite = bool(mine) and mine[0].likeliest >= 0
             if mine and not finite and (ended or end - start == 1):
@@ -136,9 +137,9 @@ class Speculation:
         """(of each of `step.ready`, what raised for which). If it raises for all together, each is tried alone, and
         only the culprits get none."""
         rows_of = {sample: row for (sample, _), row in zip(step.plan.batch, step.rows, strict=True)}
-        owners = {start: sample for sample, start, _ in reversed(step.ready)}  # of forks, the one that has a row
+        owners = {start: sample for sample, _, start, _ in reversed(step.ready)}  # of forks, the one that has a row
         wanted, index = [], []
-        for sample, start, end in step.ready:
+        for sample, _, start, end in step.ready:
             owner = owners[start]
             wanted.append(self._rows(sample, end - start, rows_of.get(owner, 0), owner))
             index += range(start, end)
@@ -151,7 +152,7 @@ class Speculation:
             return [flat[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)], []
         except Exception:
             found, faults = [], []
-            for (sample, _, _), rows, part in zip(step.ready, wanted, logits.split(sizes), strict=True):
+            for (sample, *_), rows, part in zip(step.ready, wanted, logits.split(sizes), strict=True):
                 try:
                     found.append(self.judge(part, rows, self._seen_on_host, self._seen))
                 except Exception as failure:
@@ -182,7 +183,7 @@ class Speculation:
     def _describe(self, step: Step, logits: Tensor, verified: list[list[Token] | None]) -> None:
         """Log-probabilities for the tokens of those that asked for them: one more read, if there are any."""
         wanted, where = [], []
-        for number, ((sample, start, _), tokens) in enumerate(zip(step.ready, verified, strict=True)):
+        for number, ((sample, _, start, _), tokens) in enumerate(zip(step.ready, verified, strict=True)):
             if (count := sample.request.params.logprobs) is not None:
                 for place, token in enumerate(tokens or ()):
                     wanted.append((start + place, token.id, count))

@@ -116,7 +116,8 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.pool._cache)
     @rule(data=st.data())
     def forget(self, data):
-        self.pool.invalidate([data.draw(st.sampled_from(sorted(self.pool._cache.values())))])
+        block = data.draw(st.sampled_from(sorted(self.pool._cache.values())))
+        self.pool.invalidate([block], [self.pool._prefix[block]])
 
     @invariant()
     def counts_agree(self):

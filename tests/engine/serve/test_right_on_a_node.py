@@ -135,8 +135,9 @@ def test_its_blocks_leave_room_for_a_pass_and_what_comes_later(gpu):
 
 
 def test_it_pins_no_more_than_4_gib_of_the_host(gpu, monkeypatch):
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=2e12))
-    blocks = memory.default_num_host_blocks(gpu, 16, 100_000)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=2e12, total=2e12))
+    options = {"utilization": None, "kv_format": None, "scheduling": {"preemption": "swap"}}
+    _, blocks = memory.pool_sizes(gpu, 16, 30_000, None, **options)
     assert blocks * memory.block_bytes(gpu.config, 16, torch.bfloat16) <= 4 << 30 and blocks == 2048
 
 

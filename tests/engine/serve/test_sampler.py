@@ -17,7 +17,7 @@ from minillm.model.generate import folder_of
 from minillm.serve import SamplingParams
 from minillm.serve.run.step_inputs import sampling_inputs
 from minillm.serve.sample import batch, selection
-from minillm.serve.sample.batch import sample_batch, sample_on_device
+from minillm.serve.sample.batch import sample_on_device
 from minillm.serve.sample.reference import filtered, sample
 
 KINDS = [
@@ -40,6 +40,11 @@ def take_samples(patch, size=6, margin=0, piece=1):
     patch.setattr(batch, "CANDIDATES", size)
     for name, value in (("SAMPLE", size), ("MARGIN", margin), ("PIECE", piece)):
         patch.setattr(selection, name, value)
+
+
+def sample_batch(logits, rows):
+    """A token for each row, None where its logits are not finite."""
+    return sample_on_device(logits, sampling_inputs(rows)).read()
 
 
 class Fixed:

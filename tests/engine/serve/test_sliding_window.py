@@ -143,6 +143,28 @@ def test_what_a_token_that_is_taken_back_sees_is_still_there(size, monkeypatch):
     assert found[0] == found[1]
 
 
+def test_a_pass_that_fails_costs_others_no_hit():
+    """Blocks that a sequence gave back hold another's prefix by now; those that still hold its own are wrong."""
+    llm = LLM(world()[0], block_size=4, num_blocks=7, chunk=4)
+    failing, other = [(5 * i) % 61 for i in range(20)], [(7 * i + 3) % 61 for i in range(12)]
+    llm.add(failing, SamplingParams(max_tokens=30))
+    while not llm.records or not llm.records[-1].sampled:
+        llm.step()
+    [sequence] = llm.scheduler.running
+    llm.generate([other], SamplingParams(max_tokens=1))
+    held = dict(zip(sequence.blocks, sequence.block_hashes, strict=False))
+    cached = {block: prefix for block, prefix in enumerate(llm.pool._prefix) if prefix is not None}
+    others = {block: prefix for block, prefix in cached.items() if held.get(block) != prefix}
+    gone = sequence.blocks[: sequence.first_block]
+    assert any(block in others for block in gone) and any(held[block] == cached.get(block) for block in gone)
+    forward = llm.runner._forward
+    llm.runner._forward = lambda *inputs: 1 / 0
+    [output] = llm.step()
+    llm.runner._forward = forward
+    assert "ZeroDivisionError" in output.error
+    assert {block: prefix for block, prefix in enumerate(llm.pool._prefix) if prefix is not None} == others
+
+
 def test_a_layer_that_sees_all_keeps_all_blocks():
     config = replace(CONFIG, full_attention_layers=(1,))
     assert config.window_of_all_layers is None and CONFIG.window_of_all_layers == WINDOW

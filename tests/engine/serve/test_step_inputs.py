@@ -12,7 +12,8 @@ from test_async_scheduling import MODEL, TIGHT, everything
 from minillm.model.paged import PagedCache
 from minillm.serve import LLM
 from minillm.serve.run.model_runner import Runner
-from minillm.serve.run.step_inputs import Penalties, SamplingInputs, StepInputs
+from minillm.serve.run.penalties import Penalties
+from minillm.serve.run.step_inputs import SamplingInputs, StepInputs
 from minillm.serve.schedule.blocks import COPY, FROM_HOST, TO_HOST
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from minillm.model import Transformer
 from minillm.model.paged import Backend, PagedCache, default_backend
 from minillm.model.paged.tables import to_device
+from minillm.serve.numbers import check_whole
 from minillm.serve.run.memory import blocks_of_full_length, draft_num_blocks
 from minillm.serve.run.optimise import fuse
 from minillm.serve.schedule.blocks import BlockPool
@@ -64,6 +65,7 @@ class DraftModel:
         cost: float = 0.1,
     ):
         config, weight = model.config, model.embedding.weight
+        check_whole("block_size", block_size, 1)
         full = blocks_of_full_length(config, block_size)
         num_blocks = draft_num_blocks(model, block_size) if num_blocks is None else num_blocks
         if num_blocks < full:

@@ -8,7 +8,8 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.draw import Draw
 from minillm.model.paged import default_backend
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.sample.seen import SeenOnHost, SeenTokens
+from minillm.serve.run.penalties import SeenOnHost
+from minillm.serve.sample.seen import SeenTokens
 from minillm.serve.speculate import DraftModel, NGram
 from minillm.serve.speculate.on_device import RowToVerify, accepted_tokens, distributions, verdicts
 from minillm.serve.speculate.proposal import Draft, DraftRequest
