@@ -58,12 +58,13 @@ class Fused:
                 layer.bias.data = bias
 
     def __call__(self, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-        if layers != self.layers or not self._holds():
+        if layers != self.layers or not (torch.compiler.is_compiling() or self.holds()):
             return apply_linears(x, *layers)
         return F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
 
-    def _holds(self) -> bool:
-        """Are the parameters still rows of the matrix? Not after `model.to(...)`, which gives each its own memory."""
+    def holds(self) -> bool:
+        """Are the parameters still rows of the matrix? Not after `model.to(...)`, which gives each its own memory. No
+        compiler can trace addresses, so `CompiledBlock` asks before what it compiled runs."""
         start = self.weight.data_ptr()
         for layer in self.layers:
             if layer.weight.data_ptr() != start or layer.weight.dtype != self.weight.dtype:
@@ -101,6 +102,8 @@ class CompiledBlock:
 
     def __init__(self, block: Block, backend: str):
         self._forward, self._attention = block.forward, _Opaque(block.attention.layer)
+        mlp = getattr(block.mlp, "shared", block.mlp)
+        self._parts = [part for part in (block.attention, mlp) if hasattr(part, "linears")]
         block.attention.layer = 0
         self.compile(backend)
 
@@ -116,6 +119,9 @@ class CompiledBlock:
         *more,
     ) -> Tensor:
         self._attention.function = attention
+        for part in self._parts:
+            if isinstance(part.linears, Fused) and not part.linears.holds():
+                part.linears = apply_linears  # compiled anew without it
         return self._compiled(x, rotation, self._attention, positions, *more)
 
 

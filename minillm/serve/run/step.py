@@ -153,8 +153,8 @@ class InputBuilder:
         for sample, _, first, _ in ready:
             samples = [sample] if sample.num_seqs == 1 else sample.request.samples
             if (penalty := sample.request.params.repetition_penalty) != 1:
-                of_row = (penalty, self._row_of[sample], sample, sample.tokens)
-                penalties += [Penalised(row, *of_row) for row in range(len(rows), len(rows) + len(samples))]
+                mine = (penalty, self._row_of[sample], sample, sample.tokens)
+                penalties += [Penalised(len(rows) + i, *mine) for i in range(len(samples))]
             rows += [(each.request.params, each.tokens, each.draw) for each in samples]
             logits_rows += [first] * len(samples)
         return sampling_inputs(rows, logits_rows if step.forks else None, self.seen.penalties(penalties))

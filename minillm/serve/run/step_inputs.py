@@ -51,9 +51,9 @@ class SamplingInputs:
 def sampling_inputs(
     rows: Sequence[Row], logits_rows: Sequence[int] | None = None, penalties: Penalties | None = None
 ) -> SamplingInputs:
-    """The arrays for these rows. Takes one random number of every row's `Draw` whose temperature is above 0.
+    """The arrays for these rows; penalties: None = from these rows alone.
 
-    penalties: None = from these rows alone.
+    Takes one random number of every row's `Draw` whose temperature is above 0.
     """
     places = None if logits_rows is None else np.array(logits_rows, np.int64)
     if all([params.greedy_only for params, _, _ in rows]):

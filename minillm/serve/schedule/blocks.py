@@ -23,16 +23,15 @@ COPY, TO_HOST, FROM_HOST = range(3)  # on the device; device to host; host to de
 class Prefix:
     """The tokens from the start of a sequence to the end of one full block, as a chain of blocks: the key of the cache.
 
-    The hash covers the whole chain and is the same in every process, so a router can compare it with what its replicas
-    hold. Equality compares every token, so two prefixes with one hash are never taken for each other. Chains that were
-    found equal share their objects from then on, and the next comparison ends at the first of them.
+    The hash covers the whole chain and is the same in every process, for a router to compare. Equality compares every
+    token; chains that were found equal share their objects from then on, where the next comparison ends.
     """
 
     __slots__ = ("hash", "parent", "tokens")
 
     def __init__(self, parent: "Prefix | None", tokens: tuple):
         self.parent, self.tokens = parent, tokens
-        self.hash = hash((_text_hash(tokens) if parent is None else parent.hash, tokens if parent else ()))
+        self.hash = hash((0 if parent is None else parent.hash, tokens))
 
     def __hash__(self) -> int:
         return self.hash
@@ -51,14 +50,11 @@ class Prefix:
         return True
 
 
-def _text_hash(names: tuple) -> int:
-    """Python's own hash of a text differs from process to process."""
-    return int.from_bytes(blake2b(repr(names).encode(), digest_size=8).digest())
-
-
 def cache_namespace(adapter: str | None = None, salt: str | None = None) -> Prefix:
-    """Where chains begin. Keys and values depend on the adapter; a tenant's salt keeps its prefixes to itself."""
-    return Prefix(None, ("root", adapter, salt))
+    """Where chains begin. Keys and values depend on the adapter; a tenant's salt keeps its prefixes to itself. Both are
+    digested, because Python's own hash of a text differs from process to process."""
+    digest = blake2b(repr((adapter, salt)).encode(), digest_size=32).digest()
+    return Prefix(None, (int.from_bytes(digest),))
 
 
 class BlockPool:
