@@ -57,6 +57,7 @@ def test_fused_products_graphs_and_a_second_engine(monkeypatch):
     assert again.runner.graphs.graphs and all(isinstance(block.forward, CompiledBlock) for block in model.blocks)
 
 
+@pytest.mark.full
 def test_fused_products_break_no_graph():
     """Comparing addresses cannot be traced: a block is two graphs, before attention and after it, fused or not."""
     found = []
