@@ -38,6 +38,7 @@ class KVCache:
     ):
         shape = (config.num_layers, batch, config.num_kv_heads, length, config.head_dim)
         self.keys, self.values = (torch.empty(shape, device=device, dtype=dtype) for _ in range(2))
+        self._of_layers = list(zip(self.keys, self.values, strict=True))
         self._positions: Tensor | None = None
         self._start = 0
 
@@ -49,10 +50,14 @@ class KVCache:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None, **options
     ) -> Tensor:
-        start = self._start if positions is self._positions else int(positions[0])
-        end = start + k.shape[2]
-        self.keys[layer, :, :, start:end], self.values[layer, :, :, start:end] = k, v
-        keys, values = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        start, seq = self._start if positions is self._positions else int(positions[0]), k.shape[2]
+        end = start + seq
+        keys, values = (each.narrow(2, 0, end) for each in self._of_layers[layer])
+        keys.narrow(2, start, seq).copy_(k)
+        values.narrow(2, start, seq).copy_(v)
+        if seq == 1 and not options:  # the last token sees all keys of its window, so no mask is needed
+            first = 0 if window is None else max(0, end - window)
+            return sdpa(q, keys[:, :, first:], values[:, :, first:])
         where = torch.arange(end, device=q.device)
         place = {"positions": positions, "key_positions": where}
         return sdpa(q, keys, values, layer=layer, window=window, **place, **options)

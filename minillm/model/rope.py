@@ -28,8 +28,9 @@ class Rope(nn.Module):
         self.register_buffer("frequencies", rope_frequencies(config), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions: [seq] or [batch, seq] -> cos and sin, [seq, planes] or [batch, 1, seq, planes].
+        """positions: [seq] or [batch, seq] -> cos and ±sin, [seq, 2 · planes] or [batch, 1, seq, 2 · planes].
 
+        Each plane's numbers stand where its two dimensions do; the sine is negative at the first of them, see `rotate`.
         With a sliding_rope_theta both have an axis of size 2 before these, see `rotation_of`.
         """
         frequencies = self.frequencies
@@ -41,7 +42,8 @@ class Rope(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         if self.attention_factor != 1:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
-        return cos.to(dtype), sin.to(dtype)
+        cos, sin = cos.to(dtype), sin.to(dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -50,11 +52,15 @@ class Rope(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [batch, heads, seq, head_dim], turned by the angles of its positions; dimensions beyond the planes stay."""
-    planes = cos.shape[-1]
-    first, second, rest = x.split([planes, planes, x.shape[-1] - 2 * planes], dim=-1)  # its backward is one `cat`
-    turned = first * cos - second * sin, second * cos + first * sin
-    return torch.cat(turned if rest.shape[-1] == 0 else (*turned, rest), dim=-1)
+    """x: [batch, heads, seq, head_dim], turned by the angles of its positions; dimensions beyond the planes stay.
+
+    A plane (a, b) becomes (a, b) · cos + (b, a) · (-sin, sin): few operations, as a step of one token needs.
+    """
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        turned, rest = x.split([size, x.shape[-1] - size], dim=-1)
+        return torch.cat((rotate(turned, cos, sin), rest), dim=-1)
+    return x.roll(size // 2, dims=-1) * sin + x * cos  # in this order contiguous, whatever x is
 
 
 def rotation_of(config: ModelConfig, layer: int) -> int | None:

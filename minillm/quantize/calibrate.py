@@ -127,7 +127,7 @@ def _groups_of_mlp(mlp, prefix: str, divide: Callable[[Tensor], None] | None) ->
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def _of_norm(norm: nn.Module) -> Callable[[Tensor], None] | None:
+def _of_norm(norm: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None] | None:
     if not isinstance(norm, RMSNorm):
         return None  # norms after the branches: the residual stream is read as it is
 

@@ -30,18 +30,18 @@ class JoinedLinears:
     loaded other codes, or multiplies by another kernel. Layers that somebody watches by hooks are called one by one."""
 
     def __init__(self):
-        self._made_of: tuple[Callable, ...] = ()
+        self._made_of: list[Callable | None] = []
         self._multiply: Callable[[Tensor], Tensor] | None = None  # None: the layers stay apart
         self._sizes: list[int] = []
 
     def __call__(self, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-        if tuple(getattr(layer, "multiply", None) for layer in layers) != self._made_of:
+        if [getattr(layer, "multiply", None) for layer in layers] != self._made_of:
             self._join(layers)
-        watched = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        watched = [layer for layer in layers if layer._forward_hooks or layer._forward_pre_hooks]
         if self._multiply is None or watched or (x.requires_grad and torch.is_grad_enabled()):
             return apply_linears(x, *layers)
-        y = self._multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], sum(self._sizes))
-        parts = y.split(self._sizes, dim=-1)
+        y = self._multiply(x.reshape(-1, x.shape[-1]))
+        parts = y.view(*x.shape[:-1], y.shape[-1]).split_with_sizes(self._sizes, dim=-1)
         if layers[0].bias is None:
             return parts
         return tuple(part + layer.bias.to(part.dtype) for part, layer in zip(parts, layers, strict=True))
@@ -61,7 +61,7 @@ class JoinedLinears:
                 given = {"packed": codes, "group": layers[0].format.group}
                 given["scales_and_zeros"] = torch.cat([layer.scales_and_zeros for layer in layers], dim=1)
                 self._multiply = partial(kernels.multiply_int4, **given)
-        self._made_of = tuple(getattr(layer, "multiply", None) for layer in layers)
+        self._made_of = [getattr(layer, "multiply", None) for layer in layers]
 
 
 def can_be_joined(layers: tuple[nn.Module, ...]) -> bool:

@@ -165,7 +165,7 @@ class _Stage:
         blocks = [block_activation_bytes(*where, **how, rows=rows) for rows in self.arrived]
         self.block, self.recomputes = blocks[-1], layout.recompute == "full"
         saved = len(blocks) * self.stream if self.recomputes else sum(blocks)
-        positions = self.tokens * ID + local_seq * shape.head_dim * size  # and the rotation's cosines and sines
+        positions = self.tokens * ID + 2 * local_seq * shape.head_dim * size  # and the rotation's cosines and sines
         self.kept = self.flight * (saved + order + positions)
 
         # When gradients come and go.

@@ -60,7 +60,7 @@ class Fused:
     def __call__(self, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         if layers != self.layers or not (torch.compiler.is_compiling() or self.holds()):
             return apply_linears(x, *layers)
-        return F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        return F.linear(x, self.weight, self.bias).split_with_sizes(self.sizes, dim=-1)
 
     def holds(self) -> bool:
         """Are the parameters still rows of the matrix? Not after `model.to(...)`, which gives each its own memory. No
