@@ -92,7 +92,7 @@ class LLM:
         self.model, self.tokenizer, self.clock = model, tokenizer, clock
         weight = model.embedding.weight
         if weight.is_cuda if fused is None else fused:
-            fuse(model)
+            fuse(model, kernels=weight.is_cuda and compile is False)
         if compile is not False:
             compile_blocks(model, compile)
         self.backend = backend or default_backend(weight.device, weight.dtype)

@@ -1,6 +1,7 @@
 """What makes a model's layers launch fewer kernels: `fuse` joins matrix products, `compile_blocks` what lies between.
 
-`fuse` makes one product of layers that share an input: query, key and value, and a SwiGLU's gate and up.
+`fuse` makes one product of layers that share an input: query, key and value, and a SwiGLU's gate and up. Without a
+compiler it also takes one kernel for the rotation and one for the gate (`minillm/model/elementwise_triton.py`).
 
     q_proj.weight ┐                          one [q + k + v, hidden] matrix; the layers' own parameters become views of
     k_proj.weight ├── rows of one matrix     it, so names, values and memory stay as they are, and so does what is saved
@@ -17,6 +18,9 @@ CUDA graph (`decode_graphs.py`) records compiled kernels like others; its first 
 compile them.
 """
 
+from functools import partial
+from importlib.util import find_spec
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,14 +32,23 @@ from minillm.model.transformer import Block, apply_linears
 
 
 @torch.no_grad()
-def fuse(model: Transformer) -> int:
+def fuse(model: Transformer, *, kernels: bool = False) -> int:
     """Fuses what can be; returns how many groups. For inference: an optimizer made before would miss its parameters.
 
+    kernels: the rotation and the gate, too, as one Triton kernel each, where triton is installed
+    (`minillm/model/elementwise_triton.py`).
     Left alone are layers that are split over ranks, quantized, adapted or shared: anything but a plain `nn.Linear`.
     """
     count = 0
+    kernels = kernels and find_spec("triton") is not None
     for block in model.blocks:
         mlp = getattr(block.mlp, "shared", block.mlp)  # experts hold gate and up as one matrix as it is
+        if kernels:
+            from minillm.model.elementwise_triton import gated_triton, rotate_both_triton
+
+            block.attention.rotate_both = rotate_both_triton
+            if mlp is not None:
+                mlp.gated = partial(gated_triton, *mlp.gated.args)
         for part, names in ((block.attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
             layers = [getattr(part, name, None) for name in names]
             if getattr(part, "linears", None) is apply_linears and _alike(layers):

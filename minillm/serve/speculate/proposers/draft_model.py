@@ -75,7 +75,7 @@ class DraftModel:
         self.model, self.cost, self.vocab_size, self.device = model, cost, config.vocab_size, weight.device
         self.backend = backend or default_backend(weight.device, weight.dtype)
         if weight.is_cuda:
-            fuse(model)
+            fuse(model, kernels=True)
         self.pool = BlockPool(num_blocks, block_size, prefix_cache=False)
         self.cache = PagedCache(config, num_blocks, block_size, device=weight.device, dtype=weight.dtype)
         self.passes = 0
