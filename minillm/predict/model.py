@@ -182,11 +182,6 @@ def kv_bytes_per_token(shape: Shape, bytes_per_element: int = 2, *, scale_bytes:
     return 2 * shape.num_layers * shape.num_kv_heads * (shape.head_dim * bytes_per_element + scale_bytes)
 
 
-def kv_tokens(shape: Shape, pool_bytes: float, bytes_per_element: int = 2, *, scale_bytes: int = 0) -> int:
-    """Tokens whose keys and values fit: in 8 bits 2 · head_dim / (head_dim + scale_bytes) times as many as in 16."""
-    return int(pool_bytes // kv_bytes_per_token(shape, bytes_per_element, scale_bytes=scale_bytes))
-
-
 def windowed_blocks(window: int, block_size: int, step_tokens: int = 1) -> int:
     """Blocks that a sequence holds at most, if all layers have a sliding window: of the window - 1 keys before a step
     and of the step's tokens, wherever in a block they begin."""

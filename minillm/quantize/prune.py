@@ -1,4 +1,4 @@
-"""Fewer weights, or fewer products: pruning and low rank, layer by layer, in place.
+"""Fewer weights, or fewer products: masks for pruning, and low rank.
 
     magnitude    the smallest |w| of each output become 0          any share
     2:4          of four inputs in a row the two smallest do       half, in a form that GPUs multiply faster
@@ -10,7 +10,7 @@ low rank minimises ‖(W - A B) x‖ (the SVD of W L with L Lᵀ = Σ x xᵀ, th
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 DAMPING = 1e-6  # of the mean of the diagonal of Σ x xᵀ, so that it has a factor
 
@@ -34,12 +34,6 @@ def two_of_four_mask(weight: Tensor, norms: Tensor | None = None) -> Tensor:
     return torch.ones_like(fours, dtype=torch.bool).scatter_(2, smallest, False).flatten(1)
 
 
-@torch.no_grad()
-def prune(linear: nn.Linear, mask: Tensor) -> None:
-    """In place: weights outside the mask become 0. What is kept takes as many bytes as before."""
-    linear.weight.mul_(mask)
-
-
 def low_rank(weight: Tensor, rank: int, gram: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """([out, rank], [rank, in]) whose product is nearest to the weight. gram: [in, in], Σ x xᵀ of the inputs: nearest
     in what it makes of them; None = in the weights themselves."""
@@ -55,15 +49,6 @@ def low_rank(weight: Tensor, rank: int, gram: Tensor | None = None) -> tuple[Ten
     if factor is not None:
         right = torch.linalg.solve_triangular(factor, right, upper=False, left=False)
     return left.to(weight.dtype), right.to(weight.dtype)
-
-
-def low_rank_linear(linear: nn.Linear, rank: int, gram: Tensor | None = None) -> nn.Sequential:
-    """Two layers in place of one; the second has the bias."""
-    left, right = low_rank(linear.weight.detach(), rank, gram)
-    first = nn.Linear(linear.in_features, rank, bias=False, device="meta")
-    second = nn.Linear(rank, linear.out_features, bias=linear.bias is not None, device="meta")
-    first.weight, second.weight, second.bias = nn.Parameter(right), nn.Parameter(left), linear.bias
-    return nn.Sequential(first, second)
 
 
 def _effect(weight: Tensor, norms: Tensor | None) -> Tensor:

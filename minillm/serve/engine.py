@@ -96,7 +96,7 @@ class LLM:
         if compile is not False:
             compile_blocks(model, compile)
         self.backend = backend or default_backend(weight.device, weight.dtype)
-        self.kv_dtype, kv_format = kv_dtype, kv_format_named(kv_dtype, self.backend)
+        kv_format = kv_format_named(kv_dtype, self.backend)
         scheduling = gpu_limits(model, scheduling) | scheduling
         options = {"utilization": gpu_memory_utilization, "prefix_cache": prefix_cache, "scheduling": scheduling}
         options |= {"kv_format": kv_format, "drafts": 0 if proposer is None else k}
@@ -108,7 +108,7 @@ class LLM:
         if proposer is not None:
             from minillm.serve.speculate.speculation import Speculation
 
-            self.speculation = Speculation(proposer, k, model.config, clock)
+            self.speculation = Speculation(proposer, k, model.config)
         self.requests = RequestTable(self.scheduler, self.speculation, model.config, tokenizer, clock, generation)
         core = AsyncScheduling if async_scheduling else EngineCore
         self.core = core(self.runner, self.requests, keep_records=keep_records, record_blocks=record_blocks)

@@ -54,7 +54,7 @@ class UlyssesAttention(ContextAttention):
         if kv_heads % n:
             k, v = (x.repeat_interleave(n // kv_heads, dim=1) for x in (k, v))
         places = self._places(n * q.shape[2], q.device)
-        q, k, v = (_HeadsForSequence.apply(x, self.group, places) for x in (q, k, v))
+        q, k, v = (_Exchange.apply(x, self.group, places, _to_heads, _to_sequence) for x in (q, k, v))
         how = {"window": window, "segments": self.documents(segments, q.shape[2] * self._outside)}
         if self.inside is None:
             out = tiled(q, k, v, **how, tile=self.tile)
@@ -63,7 +63,7 @@ class UlyssesAttention(ContextAttention):
             out = self.inside(q, k, v, layer=layer, positions=of_group, **how)
         else:
             out = self.inside(q, k, v, layer=layer, positions=None, **how)
-        return _SequenceForHeads.apply(out, self.group, places)
+        return _Exchange.apply(out, self.group, places, _to_sequence, _to_heads)
 
     @property
     def _outside(self) -> int:
@@ -154,28 +154,18 @@ def _to_sequence(x: Tensor, group: Group, places: Tensor) -> Tensor:
     return group.all_to_all(parts).movedim(0, 1).flatten(1, 2)
 
 
-class _HeadsForSequence(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """there, back: `_to_heads` and `_to_sequence`, or the other way round; backward goes back."""
+
     @staticmethod
-    def forward(ctx, x, group, places):
-        ctx.group, ctx.places = group, places
-        return _to_heads(x, group, places)
+    def forward(ctx, x, group, places, there, back):
+        ctx.group, ctx.places, ctx.back = group, places, back
+        return there(x, group, places)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _to_sequence(dy, ctx.group, ctx.places), None, None
-
-
-class _SequenceForHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, places):
-        ctx.group, ctx.places = group, places
-        return _to_sequence(x, group, places)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return _to_heads(dy, ctx.group, ctx.places), None, None
+        return ctx.back(dy, ctx.group, ctx.places), None, None, None, None
 
 
 class _GatherSequence(torch.autograd.Function):

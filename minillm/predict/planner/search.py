@@ -45,11 +45,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Ranking:
-    """plans: those that fit, best first. tried: layouts looked at; closest: the smallest of those that do not fit."""
+    """plans: those that fit, best first. tried: layouts looked at."""
 
     plans: list[Plan]
     tried: int
-    closest: tuple[Layout, Memory] | None
 
     @property
     def best(self) -> Plan:
@@ -86,7 +85,7 @@ def rank(model: Architecture, cluster: Cluster, seq: int, batch: int, keep: int 
     for _, _, layout, held in fitting:
         axes.setdefault((layout.dp, layout.tp, layout.cp, layout.pp, layout.ep), (layout, held))
     plans = [_plan(model, cluster, seq, layout, held) for layout, held in list(axes.values())[:keep]]
-    return Ranking(plans, tried, closest)
+    return Ranking(plans, tried)
 
 
 def explain(best: Plan, other: Plan) -> str:

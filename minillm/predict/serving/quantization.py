@@ -48,17 +48,6 @@ def gptq_output_error(step: float, pivots: Sequence[float]) -> float:
     return mean_squared_error(step) * sum(1 / pivot**2 for pivot in pivots)
 
 
-def signal_to_noise_db(bits: int, peak_over_rms: float) -> float:
-    """10 · log10(mean square of the weights / mean square of the error), of 2^bits even steps over -peak .. peak.
-
-    6.02 · bits + 4.77 - 20 · log10(peak / rms): every bit gains 6.02 dB, and an outlier that doubles the peak costs as
-    much as a bit.
-    """
-    _positive(bits=bits, peak_over_rms=peak_over_rms)
-    step = 2 * peak_over_rms / 2**bits
-    return -10 * math.log10(mean_squared_error(step))
-
-
 def decode_seconds(weights: float, batch: int, bits: float, flops: float, bandwidth: float) -> float:
     """Lower bound in seconds of one decode step of `batch` sequences. weights: how many; flops: FLOP/s; bandwidth:
     bytes/s of memory."""

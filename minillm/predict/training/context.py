@@ -12,7 +12,7 @@ d = head_dim, e = bytes of an element. One layer, one microbatch; a block is K a
 
 A query at position p meets p + 1 keys, so rank r of N contiguous parts has (2r+1)/N² of the work. Sources: Liu, Zaharia
 and Abbeel 2023 (ring), Brandon et al. 2023 (striped) and Llama Team 2024, §3.3.2 (zigzag, gather), Jacobs et al. 2023
-(Ulysses), Fang and Zhao 2024 (hybrid); FLOPs of the backward pass: Dao 2023, §2.3.
+(Ulysses), Fang and Zhao 2024 (hybrid).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from minillm.predict import comms
 
 VARIANTS = ("ring", "zigzag", "ulysses", "hybrid", "gather")
-FORWARD, BACKWARD = 4, 10  # FLOPs per pair of positions, head and element of a head: 2 and 5 products
+FORWARD = 4  # FLOPs of forward per pair of positions, head and element of a head: 2 products
 Span = tuple[int, int]
 
 
@@ -107,27 +107,22 @@ def work_share(rank: int, world_size: int, order: str = "zigzag") -> float:
     return (2 * rank + 1) / world_size**2 if order == "contiguous" else 1 / world_size
 
 
-def ring_flops(
-    shape: AttentionShape, world_size: int, order: str = "zigzag", per_pair: int = FORWARD
-) -> list[list[int]]:
+def ring_flops(shape: AttentionShape, world_size: int, order: str = "zigzag") -> list[list[int]]:
     """flops[rank][step]: of a rank on the block that reaches it in that step; a row's sum is the rank's work."""
     held = [spans(shape.seq, rank, world_size, order) for rank in range(world_size)]
-    each = per_pair * shape.batch * shape.heads * shape.head_dim
+    each = FORWARD * shape.batch * shape.heads * shape.head_dim
     return [
         [each * pairs(held[rank], held[(rank - step) % world_size], shape.window) for step in range(world_size)]
         for rank in range(world_size)
     ]
 
 
-def flops(variant: str, shape: AttentionShape, world_size: int, node: int = 2, per_pair: int = FORWARD) -> list[int]:
+def flops(variant: str, shape: AttentionShape, world_size: int, node: int = 2) -> list[int]:
     """FLOPs of each rank. Ulysses: equal, whatever the order; a hybrid as zigzag, with fewer and longer parts."""
     check_variant(variant, shape, world_size, node)
-    if variant in ("ulysses", "hybrid"):
-        ranks = world_size if variant == "ulysses" else node
-        inner = ring_flops(_inside(shape, ranks), world_size // ranks, "zigzag", per_pair)
-        return [sum(steps) for steps in inner for _ in range(ranks)]
-    order = "contiguous" if variant == "ring" else "zigzag"
-    return [sum(steps) for steps in ring_flops(shape, world_size, order, per_pair)]
+    ranks = _exchanging(variant, world_size, node)
+    rings = ring_flops(_inside(shape, ranks), world_size // ranks, "contiguous" if variant == "ring" else "zigzag")
+    return [sum(steps) for steps in rings for _ in range(ranks)]
 
 
 # Messages.
@@ -136,26 +131,20 @@ def flops(variant: str, shape: AttentionShape, world_size: int, node: int = 2, p
 def forward_traffic(variant: str, shape: AttentionShape, world_size: int, node: int = 2) -> Traffic:
     """What a rank sends in a layer's forward pass, exact."""
     check_variant(variant, shape, world_size, node)
-    n, block = world_size, shape.block_bytes(world_size)
-    if variant in ("ulysses", "hybrid"):
-        ranks = n if variant == "ulysses" else node
-        return _exchanges(shape, n, ranks) + _ring(_inside(shape, ranks), n // ranks)
     if variant == "gather":
-        return Traffic((n - 1) * block, 1, n - 1)
-    return _ring(shape, n)
+        return Traffic((world_size - 1) * shape.block_bytes(world_size), 1, world_size - 1)
+    ranks = _exchanging(variant, world_size, node)
+    around = _ring(_inside(shape, ranks), world_size // ranks)
+    return _exchanges(shape, world_size, ranks) + around if variant in ("ulysses", "hybrid") else around
 
 
 def backward_traffic(variant: str, shape: AttentionShape, world_size: int, node: int = 2) -> Traffic:
     """What a rank sends in a layer's backward pass, exact. Recomputed blocks send `forward_traffic` once more."""
-    check_variant(variant, shape, world_size, node)
-    n, block = world_size, shape.block_bytes(world_size)
-    if variant in ("ulysses", "hybrid"):
-        ranks = n if variant == "ulysses" else node
-        inner = _inside(shape, ranks)
-        return _exchanges(shape, n, ranks) + _ring(inner, n // ranks) + _ring_gradients(inner, n // ranks)
+    again = forward_traffic(variant, shape, world_size, node)
     if variant == "gather":
-        return Traffic((n - 1) * block, 1, n - 1)
-    return _ring(shape, n) + _ring_gradients(shape, n)
+        return again
+    ranks = _exchanging(variant, world_size, node)
+    return again + _ring_gradients(_inside(shape, ranks), world_size // ranks)
 
 
 def _ring(shape: AttentionShape, world_size: int) -> Traffic:
@@ -181,24 +170,17 @@ def kv_heads_of(shape: AttentionShape, ranks: int) -> int:
     return shape.kv_heads if shape.kv_heads % ranks == 0 else ranks
 
 
+def _exchanging(variant: str, world_size: int, node: int) -> int:
+    """Ranks that exchange heads for sequence: of all, of a node, or 1, which is no exchange."""
+    return {"ulysses": world_size, "hybrid": node}.get(variant, 1)
+
+
 def _inside(shape: AttentionShape, ranks: int) -> AttentionShape:
     """What attention sees between the exchanges of `ranks`."""
     return replace(shape, heads=shape.heads // ranks, kv_heads=kv_heads_of(shape, ranks) // ranks)
 
 
 # Memory.
-
-
-def saved_bytes(variant: str, shape: AttentionShape, world_size: int, node: int = 2) -> int:
-    """Bytes that each rank keeps of a layer's attention for backward: q, k, v, output and log-sum-exp, of its own
-    positions or heads; gather keeps K and V of the whole sequence."""
-    check_variant(variant, shape, world_size, node)
-    part, kv_heads = shape.seq // world_size, shape.kv_heads
-    if variant in ("ulysses", "hybrid"):
-        kv_heads = kv_heads_of(shape, world_size if variant == "ulysses" else node)
-    keys = shape.seq if variant == "gather" else part
-    elements = 2 * shape.heads * part + 2 * kv_heads * keys
-    return shape.batch * (elements * shape.head_dim * shape.itemsize + shape.heads * part * shape.exact)
 
 
 def buffer_bytes(variant: str, shape: AttentionShape, world_size: int, node: int = 2) -> int:
@@ -248,7 +230,7 @@ def forward_seconds(variant: str, shape: AttentionShape, world_size: int, hardwa
     """Seconds of a layer's attention, until the slowest rank is done. All-to-all and all-gather hide behind nothing."""
     check_variant(variant, shape, world_size, node)
     if variant in ("ulysses", "hybrid"):
-        ranks = world_size if variant == "ulysses" else node
+        ranks = _exchanging(variant, world_size, node)
         sent = _exchanges(shape, world_size, ranks)
         exchanging = sent.messages * hardware.latency_s + sent.bytes / hardware.bandwidth
         return exchanging + _ring_forward(_inside(shape, ranks), world_size // ranks, "zigzag", hardware)
@@ -283,7 +265,7 @@ def check_variant(variant: str, shape: AttentionShape, world_size: int, node: in
         raise ValueError(f"world_size {world_size} must be at least 1.")
     if variant == "hybrid" and world_size % node:
         raise ValueError(f"node {node} does not divide world_size {world_size}: use a divisor.")
-    ranks = {"ulysses": world_size, "hybrid": node}.get(variant, 1)
+    ranks = _exchanging(variant, world_size, node)
     if shape.heads % ranks or (shape.kv_heads % ranks and ranks % shape.kv_heads):
         raise ValueError(f"{shape.heads} heads and {shape.kv_heads} kv heads do not divide over {ranks} ranks.")
     rings = world_size // ranks

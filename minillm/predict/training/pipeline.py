@@ -60,18 +60,6 @@ def uneven_makespan(forward: Sequence[float], backward: Sequence[float], microba
     return sum(forward) + sum(backward) + (microbatches - 1) * (max(forward) + max(backward))
 
 
-def uneven_floor(forward: Sequence[float], backward: Sequence[float], microbatches: int) -> float:
-    """No schedule with one chunk per rank is faster: max over s of M(F_s+B_s) + sum of F_i+B_i over the stages i < s.
-
-    Stage s cannot start before a microbatch has come through the stages before it, nor can they end before one has
-    gone back through them. 1F1B lies between this and GPipe's `uneven_makespan`; with even stages all three are equal.
-    """
-    stages = _same_length(forward, backward)
-    _check(stages=stages, microbatches=microbatches)
-    both = [f + b for f, b in zip(forward, backward, strict=True)]
-    return max(sum(both[:s]) + microbatches * both[s] for s in range(stages))
-
-
 def zero_bubble_idle(stages: int, forward: float, backward: float, weight: float) -> float:
     """Idle time of each rank under ZB-H1, M >= n: (n-1) max(F+I-W, F, I); against (n-1)(F+I+W) without the split.
 

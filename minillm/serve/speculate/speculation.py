@@ -9,7 +9,7 @@ else runs. (Greedy answers never do, so no more is drafted than can be checked.)
 sequence the draft, never the answer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import accumulate
 
 import numpy as np
@@ -33,10 +33,10 @@ from minillm.serve.speculate.proposal import Draft, DraftRequest, DraftState, Pr
 class Speculation:
     """proposer: of the drafts. k: tokens of a draft: a number, "adaptive" or an AdaptiveK.
 
-    counts: of all draft tokens checked so far. drafting_s: seconds spent in the proposer. judge: `verdicts`.
+    counts: of all draft tokens checked so far. judge: `verdicts`.
     """
 
-    def __init__(self, proposer: Proposer, k: int | str | AdaptiveK, config: ModelConfig, clock: Callable[[], float]):
+    def __init__(self, proposer: Proposer, k: int | str | AdaptiveK, config: ModelConfig):
         if k == "adaptive":
             k = AdaptiveK(cost=getattr(proposer, "cost", 0.1), most=min(8, max(1, config.max_seq_len - 2)))
         most = k.most if isinstance(k, AdaptiveK) else k
@@ -52,21 +52,18 @@ class Speculation:
                 f"the proposer has a vocabulary of {theirs} tokens and the target one of {config.vocab_size}: guesses "
                 "are token ids of the target, so take a draft with the same tokenizer."
             )
-        self.proposer, self.k, self.vocab_size, self.clock = proposer, k, config.vocab_size, clock
+        self.proposer, self.k, self.vocab_size = proposer, k, config.vocab_size
         self.wants_hidden = proposer.wants_hidden
         self.on_verified = getattr(proposer, "on_verified", None)
-        self.counts, self.drafting_s = Counts(), 0.0
+        self.counts = Counts()
         self._error: str | None = None
         self.judge, self._seen_on_host, self._seen = verdicts, SeenOnHost(), SeenTokens()
 
     def draft(self, step: Step) -> None:
         """Gives each sample of the step draft tokens to check: the rest of its draft, or of a new one."""
         plan = step.plan
-        asked = self._ask(plan)
-        if asked:
-            started = self.clock()
+        if asked := self._ask(plan):
             drafts = self._propose(asked)
-            self.drafting_s += self.clock() - started
             for (sample, _), draft in zip(asked, drafts, strict=True):
                 sample.drafting.draft, sample.drafting.place = draft, 0
         for place, (sample, tokens) in enumerate(plan.batch):

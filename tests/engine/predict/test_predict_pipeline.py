@@ -54,9 +54,7 @@ def test_bytes_depend_on_neither_microbatches_nor_layers():
 def test_uneven_by_hand():
     """Three stages of 1, 4, 1 (B twice that) on 5 microbatches; even stages take what `makespan` says."""
     assert pipeline.uneven_makespan([1, 4, 1], [2, 8, 2], 5) == 18 + 4 * 12
-    assert pipeline.uneven_floor([1, 4, 1], [2, 8, 2], 5) == 3 + 5 * 12
     assert pipeline.uneven_makespan([1] * 4, [2] * 4, 8) == pipeline.makespan(4, 8, 1, 2) == 33
-    assert pipeline.uneven_floor([1] * 4, [2] * 4, 8) == 33
 
 
 @pytest.mark.parametrize(
@@ -68,7 +66,7 @@ def test_uneven_by_hand():
         (lambda: pipeline.microbatches_needed(4, 1.0), "most_idle is 1.0"),
         (lambda: pipeline.in_flight_1f1b(4, 4, 8), "stage is 4; with 4 stages it lies in 0..3"),
         (lambda: pipeline.uneven_makespan([1, 2], [1], 4), "2 forward and 1 backward times"),
-        (lambda: pipeline.uneven_floor([], [], 4), "stages is 0"),
+        (lambda: pipeline.uneven_makespan([], [], 4), "stages is 0"),
     ],
 )
 def test_bad_input_is_one_clear_sentence(call, says):
