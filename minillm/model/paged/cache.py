@@ -94,6 +94,7 @@ class PagedCache:
             of_host = (num_host_blocks, *size[:2], *size[3:])  # a block in one piece, for one copy
             self._parts.append((pool, torch.zeros(of_host, dtype=kind, device="cpu", pin_memory=pool.is_cuda)))
         self.pool, self.host = self._parts[0]
+        self._layers = [(self._of_layer(0, layer), self._of_layer(1, layer)) for layer in range(config.num_layers)]
 
     @property
     def nbytes(self) -> int:
@@ -102,11 +103,11 @@ class PagedCache:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor] | tuple[QuantizedPool, QuantizedPool]:
         """Its keys and its values."""
-        if self.format is None:
-            return self.pool[0, index], self.pool[1, index]
-        (codes, _), (scales, _) = self._parts
-        keys, values = (QuantizedPool(codes[kind, index], scales[kind, index], self.format) for kind in (0, 1))
-        return keys, values
+        return self._layers[index]
+
+    def _of_layer(self, kind: int, layer: int) -> Tensor | QuantizedPool:
+        parts = [pool[kind, layer] for pool, _ in self._parts]
+        return parts[0] if self.format is None else QuantizedPool(*parts, self.format)
 
     def copy(self, source: int, target: int) -> None:
         for pool, _ in self._parts:

@@ -37,14 +37,16 @@ class Gathered:
         seen = [keys if window is None else min(keys, queries + window - 1) for queries, keys in counts]
         order = sorted(range(len(seen)), key=lambda s: (query_lens[s], seen[s]))
         first = list(accumulate(query_lens, initial=0))
-        rows = torch.tensor([row for s in order for row in range(first[s], first[s + 1])], device=device)
-        back = rows.argsort()
+        if len(order) > 1:
+            rows = torch.tensor([row for s in order for row in range(first[s], first[s + 1])], device=device)
+            back = rows.argsort()
+            block_table = block_table[order]
 
         last = torch.tensor([context_lens[s] for s in order], device=device)
         places = last[:, None] - torch.arange(max(seen), 0, -1, device=device)  # [sequences, keys], negative: none
         absent = torch.zeros(places.shape, dtype=q.dtype, device=device).masked_fill_(places < 0, float("-inf"))
         places.clamp_(min=0)
-        slots = block_table[order].gather(1, places // block_size) * block_size + places % block_size
+        slots = block_table.gather(1, places // block_size) * block_size + places % block_size
 
         groups, start = [], 0
         for end in range(1, len(order) + 1):
@@ -92,15 +94,22 @@ class _Group:
             read_rows(pool, self.slots, q.dtype).view(self.sequences, -1, kv_heads, head_dim).transpose(1, 2)
             for pool in (k_pool, v_pool)
         )
-        rows = q.view(self.sequences, self.queries, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+        one = self.queries == 1  # of each sequence, whose heads are rows as they lie
+        rows = q.view(self.sequences, kv_heads, -1, head_dim) if one else self._rows(q, kv_heads)
         if self.soft_cap is None:
-            y = F.scaled_dot_product_attention(rows.flatten(2, 3), keys, values, attn_mask=self.mask)
+            y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=self.mask)
         else:  # which the fused kernel does not know
-            scores = (rows.flatten(2, 3) @ keys.mT).to(wide(q)) / math.sqrt(head_dim)
+            scores = (rows @ keys.mT).to(wide(q)) / math.sqrt(head_dim)
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
             scores = scores if self.mask is None else scores + self.mask
             y = torch.softmax(scores, dim=-1).to(q.dtype) @ values
-        return y.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(q.shape)
+        if not one:
+            y = y.unflatten(2, (-1, self.queries)).permute(0, 3, 1, 2, 4)
+        return y.reshape(q.shape)
+
+    def _rows(self, q: Tensor, kv_heads: int) -> Tensor:
+        """[sequences, kv_heads, group · queries, head_dim]."""
+        return q.view(self.sequences, self.queries, kv_heads, -1, q.shape[-1]).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 @dataclass(frozen=True)

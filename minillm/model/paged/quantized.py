@@ -52,7 +52,7 @@ class QuantizedPool:
 def write_rows(pool: Tensor | QuantizedPool, slots: Tensor, rows: Tensor) -> None:
     """Puts rows [tokens, kv_heads, head_dim] into slots [tokens], rounded if the pool is quantized."""
     if isinstance(pool, Tensor):
-        pool.flatten(0, 1)[slots] = rows
+        pool.flatten(0, 1).index_copy_(0, slots, rows)
         return
     codes, scale = pool.format.encode_rows(rows.to(torch.promote_types(rows.dtype, torch.float32)))
     pool.codes.flatten(0, 1)[slots] = codes
@@ -62,7 +62,6 @@ def write_rows(pool: Tensor | QuantizedPool, slots: Tensor, rows: Tensor) -> Non
 def read_rows(pool: Tensor | QuantizedPool, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """[slots, kv_heads, head_dim], a copy of what lies in these slots."""
     if isinstance(pool, Tensor):
-        rows = pool.flatten(2).flatten(0, 1).index_select(0, slots)  # a slot in one piece
-        return rows.view(-1, *pool.shape[2:]).to(dtype)
+        return pool.flatten(0, 1).index_select(0, slots).to(dtype)
     codes, scale = (each.flatten(0, 1).index_select(0, slots) for each in (pool.codes, pool.scale))
     return pool.format.decode_rows(codes, scale.to(torch.promote_types(dtype, torch.float32))).to(dtype)
