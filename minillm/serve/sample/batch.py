@@ -25,6 +25,7 @@ from minillm.serve.requests.params import Token, plain_token
 from minillm.serve.run.step_inputs import SamplingInputs
 from minillm.serve.sample import selection
 from minillm.serve.sample.reference import described
+from minillm.serve.sample.rows_triton import can_sample_rows, sample_rows
 from minillm.serve.sample.seen import SeenTokens
 from minillm.serve.sample.selection import LastKept, last_kept, row_sum, sum_above
 
@@ -110,6 +111,8 @@ def _weights(scores: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
 def _sample_part(weights: Tensor, limits: Tensor, on_host: Sequence[list[float]]) -> tuple[Tensor, Tensor]:
     """(ids, whether they are certain), [rows] each. limits: uniform, top_k, top_p, min_p, [4, rows, 1]. on_host: the
     last three of them, [3][rows]."""
+    if can_sample_rows(weights):
+        return sample_rows(weights, limits), torch.ones(len(weights), dtype=torch.bool, device=weights.device)
     top_k, top_p, min_p = on_host
     near = [row for row, k in enumerate(top_k) if k < CANDIDATES]
     far = [row for row, k in enumerate(top_k) if k >= CANDIDATES]
