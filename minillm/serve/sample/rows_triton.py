@@ -29,7 +29,8 @@ def sample_rows(weights: Tensor, limits: Tensor) -> Tensor:
     [4, rows], float64: random number, top-k (infinite: all), top-p, min-p."""
     ids = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     limits = limits.reshape(4, -1).contiguous()
-    choose_in_row[(len(weights),)](weights, limits, ids, len(weights), weights.shape[1], min(BLOCK, weights.shape[1]))
+    block = min(BLOCK, triton.next_power_of_2(weights.shape[1]))
+    choose_in_row[(len(weights),)](weights, limits, ids, len(weights), weights.shape[1], block)
     return ids
 
 
