@@ -117,4 +117,4 @@ def test_top_p_takes_few_launches(monkeypatch):
     rows = [(SamplingParams(temperature=0.8, top_p=0.9), [], Draw(row)) for row in range(64)]
     with Launches() as launches:
         sample_on_device(torch.randn(64, 300), sampling_inputs(rows))
-    assert len(calls) == 1 and len(launches.names) <= 18, launches.names
+    assert len(calls) == 1 and len(launches.names) <= 21, launches.names
