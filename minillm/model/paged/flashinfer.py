@@ -88,7 +88,7 @@ class FlashInfer:
 
     def _wrapper(self, device: torch.device, *kind):
         """A kernel of its own for steps of single tokens. fa2: on a Hopper GPU "auto" takes fa3, which mini-sglang
-        found slower (https://github.com/sgl-project/mini-sglang, attention/fi.py)."""
+        found slower (https://github.com/sgl-project/mini-sglang)."""
         import flashinfer
 
         if self._workspace is None:

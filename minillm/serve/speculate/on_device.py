@@ -8,7 +8,7 @@ and its residual drawn by number i + 1, and both are known before it is known wh
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from minillm.serve.sample.batch import NOT_FINITE, inverse_transform
 from minillm.serve.sample.reference import RULED_OUT, Random, choose
 from minillm.serve.sample.seen import SeenTokens
 from minillm.serve.sample.selection import PIECE
-from minillm.serve.speculate.proposal import Draft
+from minillm.serve.speculate.proposal import Draft, DraftRequest
 from minillm.serve.speculate.verify import verify_greedy
 
 ROWS_AT_ONCE = {"cpu": 8}  # of a vocabulary's size; on other devices OTHER_ROWS
@@ -132,6 +132,22 @@ def draw_from(weights: Tensor, draws: Sequence[Random | float]) -> Tensor:
     [uniforms] = to_device([numbers.view(np.int64)], weights.device)
     padded = F.pad(weights, (0, -weights.shape[1] % PIECE))
     return inverse_transform(padded, uniforms.view(torch.float64)[:, None]).clamp(max=weights.shape[1] - 1)
+
+
+def next_guesses(
+    logits: Tensor, asked: Sequence[DraftRequest], before: Tensor | None = None, *, drawn: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """(the next draft token of each, on the device, what they were drawn from; None = all are the likeliest).
+
+    logits: [sequences, vocab_size]. before: [sequences, n], the draft tokens so far. drawn: False = the likeliest
+    whatever the temperature.
+    """
+    params = [each.params if drawn else replace(each.params, temperature=0.0) for each in asked]
+    if all(each.temperature == 0 and each.repetition_penalty == 1 for each in params):
+        return logits.argmax(-1), None
+    q = distributions(logits, params, [each.tokens for each in asked], before)
+    draws = [0.0 if each.temperature == 0 else one.draw for each, one in zip(params, asked, strict=True)]
+    return draw_from(q, draws), q
 
 
 def described_rows(logits: Tensor, wanted: Sequence[tuple[int, int, int]]) -> list[Token]:

@@ -23,7 +23,7 @@ from minillm.serve.numbers import check_whole
 from minillm.serve.run.memory import blocks_of_full_length, draft_num_blocks
 from minillm.serve.run.optimise import fuse
 from minillm.serve.schedule.blocks import BlockPool
-from minillm.serve.speculate.on_device import distributions, draw_from
+from minillm.serve.speculate.on_device import next_guesses
 from minillm.serve.speculate.proposal import Draft, DraftRequest
 
 
@@ -136,7 +136,7 @@ class DraftModel:
                 tokens, counts = drafted[-1].index_select(0, rows), [1] * len(going)
             logits = self._forward([kept[i] for i in going], tokens, counts)
             before = torch.stack(drafted, dim=1).index_select(0, rows) if position else None
-            ids, q = self._choose(logits, [asked[i] for i in going], before)
+            ids, q = next_guesses(logits, [asked[i] for i in going], before)
             if len(going) < len(asked):
                 ids = ids.new_zeros(len(asked)).index_copy(0, rows, ids)
             drafted.append(ids)
@@ -150,14 +150,6 @@ class DraftModel:
             q = None if each.params.temperature == 0 else torch.stack([shares[place][i] for place in range(length)])
             drafts.append(Draft(guesses, q))
         return drafts
-
-    def _choose(self, logits: Tensor, asked: list[DraftRequest], before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(the next draft token of each, what they were drawn from; None = all are the likeliest)."""
-        params = [each.params for each in asked]
-        if all(each.temperature == 0 and each.repetition_penalty == 1 for each in params):
-            return logits.argmax(-1), None
-        q = distributions(logits, params, [each.tokens for each in asked], before)
-        return draw_from(q, [0.0 if each.params.temperature == 0 else each.draw for each in asked]), q
 
     def _forward(self, kept: list[_Kept], tokens: Tensor, counts: list[int]) -> Tensor:
         """One pass over so many fresh tokens of each, one after the other: [sequences, vocab_size] after the last one,
