@@ -13,6 +13,7 @@ number of heads is read from the projections' outputs, so a tensor-parallel slic
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +30,9 @@ from minillm.model.rope import Rope, rotate, rotation_of
 FUNCTIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
-class Transformer(nn.Module):
-    """`Transformer(config)(tokens)` -> logits.
+class Decoder(nn.Module):
+    """What a whole Transformer and a pipeline's part of one have in common: the head, the loss, the initial values.
 
-    seed: initial weights (see `initial`); None leaves them unset, for a loader to fill.
-    device: "meta" (or `with torch.device("meta"):`) builds shapes without memory; then `to_empty` and `initialize`.
     attention: the attention function of forward passes that bring none.
     A model that is split over ranks replaces some attributes: the head's computation (`head_logits`, `head_loss`), the
     loss of logits beside a teacher's (`distil_loss`), how a parameter is drawn (`draw`), how layers that share an input
@@ -41,6 +40,49 @@ class Transformer(nn.Module):
     0 .. seq - 1), and `router_losses_of`.
     goals: what a teacher says of the next pass with targets, whose loss is then `distillation`'s; None = no teacher.
     router_losses: those of the last pass with targets and gradients; None = there are no experts.
+    """
+
+    def __init__(self, config: ModelConfig, attention: AttentionFunction):
+        super().__init__()
+        self.config, self.attention = config, attention
+        self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial
+        self.goals: Goals | None = None
+        self.distil_loss = distillation_sums
+        self.positions_of: Callable[[int], Tensor] | None = None
+        self.router_losses: RouterLosses | None = None
+        self.router_losses_of = RouterLosses
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: [batch, seq, hidden] after the last block -> [batch, seq, vocab_size]. Tied: the embedding is the head."""
+        head, cap = self._head, self.config.logit_soft_cap
+        logits = self.head_logits(self.norm(x), head)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x: [batch, seq, hidden] after the last block -> (Σ weight · nll, Σ weight): `linear_cross_entropy_sums`."""
+        if self.goals is not None:
+            return self.distil_loss(self.logits(x), targets, weights, self.goals)
+        if self.config.logit_soft_cap is not None:
+            return cross_entropy_sums(self.logits(x), targets, weights)
+        head = self._head
+        return self.head_loss(self.norm(x), head, targets, weights=weights)
+
+    @property
+    def _head(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    @torch.no_grad()
+    def initialize(self, seed: int = 0) -> Self:
+        """Sets every parameter to `initial(config, name, shape, seed)`, wherever it lives and whatever its dtype."""
+        draw_all(self, seed)
+        return self
+
+
+class Transformer(Decoder):
+    """`Transformer(config)(tokens)` -> logits.
+
+    seed: initial weights (see `initial`); None leaves them unset, for a loader to fill.
+    device: "meta" (or `with torch.device("meta"):`) builds shapes without memory; then `to_empty` and `initialize`.
     """
 
     def __init__(
@@ -52,15 +94,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype | None = None,
         attention: AttentionFunction = sdpa,
     ):
-        super().__init__()
-        self.config = config
-        self.attention = attention
-        self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial
-        self.goals: Goals | None = None
-        self.distil_loss = distillation_sums
-        self.positions_of: Callable[[int], Tensor] | None = None
-        self.router_losses: RouterLosses | None = None
-        self.router_losses_of = RouterLosses
+        super().__init__(config, attention)
         device = torch.device(device or torch.get_default_device())
         with torch.device("meta"), WithoutInitialisation():
             self.embedding = embedding(config, dtype)
@@ -109,29 +143,6 @@ class Transformer(nn.Module):
             return self.logits(x)
         total, weight = self.loss(x, targets, weights)
         return more[0].begin_at(total) if more else total, weight
-
-    def logits(self, x: Tensor) -> Tensor:
-        """x: [batch, seq, hidden] after the last block -> [batch, seq, vocab_size]. Tied: the embedding is the head."""
-        logits, cap = self.head_logits(self.norm(x), self._head), self.config.logit_soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
-
-    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x: [batch, seq, hidden] after the last block -> (Σ weight · nll, Σ weight): `linear_cross_entropy_sums`."""
-        if self.goals is not None:
-            return self.distil_loss(self.logits(x), targets, weights, self.goals)
-        if self.config.logit_soft_cap is not None:
-            return cross_entropy_sums(self.logits(x), targets, weights)
-        return self.head_loss(self.norm(x), self._head, targets, weights=weights)
-
-    @property
-    def _head(self) -> Tensor:
-        return self.embedding.weight if self.head is None else self.head.weight
-
-    @torch.no_grad()
-    def initialize(self, seed: int = 0) -> "Transformer":
-        """Sets every parameter to `initial(config, name, shape, seed)`, wherever it lives and whatever its dtype."""
-        draw_all(self, seed)
-        return self
 
 
 class Block(nn.Module):

@@ -9,6 +9,7 @@ The tokens of all sequences of a step stand one after the other in one flat row,
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -128,14 +129,7 @@ class PagedCache:
         self, tables: Sequence[Sequence[int]], starts: Sequence[int], query_lens: Sequence[int], backend=gathered
     ) -> "PagedBatch":
         """The attention function of one forward pass: sequence s brings the query_lens[s] tokens from starts[s] on."""
-        table = np.zeros((len(tables), max(map(len, tables))), np.int64)
-        for row, blocks in enumerate(tables):
-            table[row, : len(blocks)] = blocks
-        lengths = np.array(query_lens)
-        starts = np.array(starts)
-        positions, slots = slots_of_tokens(table, np.arange(len(table)), starts, lengths, self.block_size)
-        on_device = to_device((positions, slots, table, lengths.cumsum() - 1), self.pool.device)
-        return PagedBatch(self, *on_device, lengths.tolist(), (starts + lengths).tolist(), backend)
+        return PagedBatch(self, tables, starts, query_lens, backend)
 
 
 class PagedAttention:
@@ -164,24 +158,27 @@ class PagedAttention:
 
 
 class PagedBatch(PagedAttention):
-    """The `PagedAttention` of sequences of any lengths.
+    """The `PagedAttention` of sequences of any lengths; see `PagedCache.batch`.
 
-    positions, slot_mapping: [tokens]; the model is given the first. block_table: [sequences, blocks]. last_rows:
-    [sequences], the place of each one's last token in the flat row. query_lens, context_lens: see `paged_attention`.
+    positions: [tokens], which the model is given. last_rows: [sequences], the place of each one's last token in the
+    flat row.
     """
 
     def __init__(
         self,
         cache: PagedCache,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        block_table: Tensor,
-        last_rows: Tensor,
+        tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
         query_lens: Sequence[int],
-        context_lens: Sequence[int],
         backend: Backend,
     ):
-        self.positions, self.last_rows = positions, last_rows
-        self.query_lens, self.context_lens = query_lens, context_lens
-        sizes = (block_table, query_lens, context_lens)
-        super().__init__(cache, slot_mapping, lambda *x, **options: prepare_pass(backend, *x, *sizes, **options))
+        table = np.zeros((len(tables), max(map(len, tables))), np.int64)
+        for row, blocks in enumerate(tables):
+            table[row, : len(blocks)] = blocks
+        lengths, starts = np.array(query_lens), np.array(starts)
+        ends = starts + lengths
+        positions, slots = slots_of_tokens(table, np.arange(len(table)), starts, lengths, cache.block_size)
+        on_device = to_device((positions, slots, table, lengths.cumsum() - 1), cache.pool.device)
+        self.positions, slots, table, self.last_rows = on_device
+        sizes = {"block_table": table, "query_lens": lengths.tolist(), "context_lens": ends.tolist()}
+        super().__init__(cache, slots, partial(prepare_pass, backend, **sizes))

@@ -19,22 +19,23 @@ from minillm.parallel.context_parallel.order import ContextAttention, local_numb
 
 
 class UlyssesAttention(ContextAttention):
-    """An attention function for this rank's positions, cut in `order`; between the exchanges `inside` sees the whole
-    sequence of the group, in order, with heads / world_size heads. kv heads that do not suffice are repeated.
+    """An attention function for this rank's positions, a contiguous part; between the exchanges `inside` sees the whole
+    sequence of the group with heads / world_size heads. kv heads that do not suffice are repeated.
 
     inside: attention over what the group holds: `tiled` by default, or a `RingAttention` over other groups.
     """
 
+    order = "contiguous"
+
     def __init__(
         self,
         group: Group,
-        order: str = "contiguous",
         *,
         inside: Callable[..., Tensor] | None = None,
         tile: int = TILE,
         segments: Tensor | None = None,
     ) -> None:
-        self.group, self.order, self.inside, self.tile, self.segments = group, order, inside, tile, segments
+        self.group, self.inside, self.tile, self.segments = group, inside, tile, segments
 
     def __call__(
         self,
@@ -53,8 +54,7 @@ class UlyssesAttention(ContextAttention):
         self.check_positions(q, positions)
         if kv_heads % n:
             k, v = (x.repeat_interleave(n // kv_heads, dim=1) for x in (k, v))
-        places = self._places(n * q.shape[2], q.device)
-        q, k, v = (_Exchange.apply(x, self.group, places, _to_heads, _to_sequence) for x in (q, k, v))
+        q, k, v = (_Exchange.apply(x, self.group, _to_heads, _to_sequence) for x in (q, k, v))
         how = {"window": window, "segments": self.documents(segments, q.shape[2] * self._outside)}
         if self.inside is None:
             out = tiled(q, k, v, **how, tile=self.tile)
@@ -63,7 +63,7 @@ class UlyssesAttention(ContextAttention):
             out = self.inside(q, k, v, layer=layer, positions=of_group, **how)
         else:
             out = self.inside(q, k, v, layer=layer, positions=None, **how)
-        return _Exchange.apply(out, self.group, places, _to_sequence, _to_heads)
+        return _Exchange.apply(out, self.group, _to_sequence, _to_heads)
 
     @property
     def _outside(self) -> int:
@@ -82,19 +82,14 @@ class UlyssesAttention(ContextAttention):
         of_group = self.inside.positions(seq) if isinstance(self.inside, ContextAttention) else torch.arange(seq)
         return of_group[local_positions(len(of_group), self.group.rank, self.group.world_size, self.order)]
 
-    def _places(self, seq: int, device: torch.device) -> Tensor:
-        """Where the ranks' parts, one after the other, lie in the group's sequence."""
-        n = self.group.world_size
-        return torch.cat([local_positions(seq, rank, n, self.order) for rank in range(n)]).to(device)
-
 
 class GatherAttention(ContextAttention):
     """An attention function for this rank's positions: K and V of all ranks are gathered, their gradients reduced."""
 
-    def __init__(
-        self, group: Group, order: str = "zigzag", *, tile: int = TILE, segments: Tensor | None = None
-    ) -> None:
-        self.group, self.order, self.tile, self.segments = group, order, tile, segments
+    order = "zigzag"
+
+    def __init__(self, group: Group, *, tile: int = TILE, segments: Tensor | None = None) -> None:
+        self.group, self.tile, self.segments = group, tile, segments
 
     def __call__(
         self,
@@ -141,16 +136,15 @@ def check_ulysses(heads: int, kv_heads: int, world_size: int) -> None:
         )
 
 
-def _to_heads(x: Tensor, group: Group, places: Tensor) -> Tensor:
-    """[batch, heads, seq / n, d] -> [batch, heads / n, seq, d], positions in their places."""
+def _to_heads(x: Tensor, group: Group) -> Tensor:
+    """[batch, heads, seq / n, d] -> [batch, heads / n, seq, d]."""
     parts = x.unflatten(1, (group.world_size, -1)).movedim(1, 0).contiguous()  # [n, batch, heads / n, seq / n, d]
-    received = group.all_to_all(parts)
-    return received.movedim(0, 2).flatten(2, 3).index_select(2, places.argsort())
+    return group.all_to_all(parts).movedim(0, 2).flatten(2, 3)
 
 
-def _to_sequence(x: Tensor, group: Group, places: Tensor) -> Tensor:
+def _to_sequence(x: Tensor, group: Group) -> Tensor:
     """[batch, heads / n, seq, d] -> [batch, heads, seq / n, d]."""
-    parts = x.index_select(2, places).unflatten(2, (group.world_size, -1)).movedim(2, 0).contiguous()
+    parts = x.unflatten(2, (group.world_size, -1)).movedim(2, 0).contiguous()
     return group.all_to_all(parts).movedim(0, 1).flatten(1, 2)
 
 
@@ -158,14 +152,14 @@ class _Exchange(torch.autograd.Function):
     """there, back: `_to_heads` and `_to_sequence`, or the other way round; backward goes back."""
 
     @staticmethod
-    def forward(ctx, x, group, places, there, back):
-        ctx.group, ctx.places, ctx.back = group, places, back
-        return there(x, group, places)
+    def forward(ctx, x, group, there, back):
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return ctx.back(dy, ctx.group, ctx.places), None, None, None, None
+        return ctx.back(dy, ctx.group), None, None, None
 
 
 class _GatherSequence(torch.autograd.Function):

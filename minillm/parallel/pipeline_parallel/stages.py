@@ -11,29 +11,27 @@ sum of both gradients is its gradient (`Pipeline.finish`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.model.attention import AttentionFunction, sdpa
 from minillm.model.config import ModelConfig, refuse_beyond
-from minillm.model.distillation import Goals, distillation_sums
-from minillm.model.initialise import WithoutInitialisation, draw_all, initial
-from minillm.model.loss import linear_cross_entropy_sums
-from minillm.model.moe import RouterLosses
+from minillm.model.initialise import WithoutInitialisation
 from minillm.model.rope import Rope
-from minillm.model.transformer import Block, RMSNorm, _linear, check_tokens
+from minillm.model.transformer import Block, Decoder, RMSNorm, _linear, check_tokens
 from minillm.parallel.pipeline_parallel.schedule.actions import Schedule
 
 
-class ModelPart(nn.Module):
+class ModelPart(Decoder):
     """Some of a Transformer's layers. `ModelPart(config, range(0, 2), first=True, last=False)(tokens)` -> hidden.
 
-    first: it starts with the embedding; last: it ends with norm and head, which `loss` applies. seed, device, dtype and
-    attention are as in Transformer.
+    first: it starts with the embedding; last: it ends with norm and head, which `loss` and `logits` apply to what
+    `forward` returned. seed, device, dtype and attention are as in Transformer; goals and router_losses are those of
+    the microbatch that it computes, the latter with its factor. sequence_shards: ranks among which sequence parallelism
+    splits each sequence outside of the layers.
     """
 
     def __init__(
@@ -48,18 +46,11 @@ class ModelPart(nn.Module):
         dtype: torch.dtype | None = None,
         attention: AttentionFunction = sdpa,
     ) -> None:
-        super().__init__()
+        super().__init__(config, attention)
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
             raise ValueError(f"layers {layers} do not lie in the model's {config.num_layers}: give range(start, stop)")
         refuse_beyond(config, "pipeline parallelism", ("embedding_scale", "logit_soft_cap", "norm_offset"))
-        self.config, self.layers, self.first, self.last, self.attention = config, layers, first, last, attention
-        self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial  # as in Transformer
-        self.goals: Goals | None = None  # of the microbatch that it computes
-        self.distil_loss = distillation_sums  # as in Transformer
-        self.positions_of: Callable[[int], Tensor] | None = None  # as in Transformer
-        self.router_losses: RouterLosses | None = None  # of the microbatch that it computes, with its factor
-        self.router_losses_of = RouterLosses  # as in Transformer
-        self.sequence_shards = 1  # ranks among which sequence parallelism splits each sequence outside of the layers
+        self.layers, self.first, self.last, self.sequence_shards = layers, first, last, 1
         device = torch.device(device or torch.get_default_device())
         tied, width = config.tie_embeddings, config.hidden_size
         with torch.device("meta"), WithoutInitialisation():
@@ -96,29 +87,11 @@ class ModelPart(nn.Module):
             x = block(x, rotation, self.attention, positions, *more)
         return x
 
-    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x: what the last part's `forward` returned; targets, weights: [batch, seq] -> (Σ weight · nll, Σ weight)."""
-        if self.goals is not None:
-            return self.distil_loss(self.logits(x), targets, weights, self.goals)
-        head = self._head
-        return self.head_loss(self.norm(x), head, targets, weights=weights)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """x: what the last part's `forward` returned -> [batch, seq, vocab_size]."""
-        head = self._head
-        return self.head_logits(self.norm(x), head)
-
     @property
     def _head(self) -> Tensor:
         if not self.last:
             raise ValueError(f"the part with layers {self.layers} has no head: only the last part has")
-        return self.embedding.weight if self.head is None else self.head.weight
-
-    @torch.no_grad()
-    def initialize(self, seed: int = 0) -> ModelPart:
-        """Sets every parameter to its value in the whole model."""
-        draw_all(self, seed)
-        return self
+        return super()._head
 
 
 def build_parts(
