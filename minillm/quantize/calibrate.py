@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from minillm.data import TokenDataset, Tokens
 from minillm.model.moe import MoE
-from minillm.model.transformer import Block, RMSNorm, Transformer
+from minillm.model.transformer import MLP, Block, RMSNorm, Transformer
 
 BATCH_TOKENS = 4096  # tokens that go through a block at once
 
@@ -116,15 +116,11 @@ def _collect(group: Group, device: torch.device):
     return layer.register_forward_pre_hook(lambda _, arguments: group.inputs.add(arguments[0]))
 
 
-def _groups_of_mlp(mlp, prefix: str, divide: Callable[[Tensor], None] | None) -> list[Group]:
-    gate, up, down = (mlp[name] if isinstance(mlp, nn.ModuleDict) else getattr(mlp, name) for name in _MLP)
+def _groups_of_mlp(mlp: MLP, prefix: str, divide: Callable[[Tensor], None] | None) -> list[Group]:
     return [
-        Group({f"{prefix}gate_proj": gate, f"{prefix}up_proj": up}, divide),
-        Group({f"{prefix}down_proj": down}, lambda factors: _divide_rows(up, factors)),
+        Group({f"{prefix}gate_proj": mlp.gate_proj, f"{prefix}up_proj": mlp.up_proj}, divide),
+        Group({f"{prefix}down_proj": mlp.down_proj}, lambda factors: _divide_rows(mlp.up_proj, factors)),
     ]
-
-
-_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def _of_norm(norm: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None] | None:

@@ -56,47 +56,28 @@ def choose(format: Format, outputs: int, groups: int, device: torch.device, quan
     return INT4 if fits else DEQUANTIZE
 
 
-def multiply_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply_int8(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """x: [rows, in]; codes: int8 [out, in]; scale: bfloat16 [out] -> [rows, out]."""
-    y = torch._weight_int8pack_mm(x.bfloat16().contiguous(), codes, scale).to(x.dtype)
-    return _plus(y, bias)
+    return torch._weight_int8pack_mm(x.bfloat16().contiguous(), codes, scale).to(x.dtype)
 
 
-def multiply_int4(
-    x: Tensor, packed: Tensor, group: int, scales_and_zeros: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def multiply_int4(x: Tensor, packed: Tensor, group: int, scales_and_zeros: Tensor) -> Tensor:
     """x: [rows, in]; packed, scales_and_zeros: of `int4_layout` -> [rows, out]."""
-    y = torch._weight_int4pack_mm_for_cpu(x.bfloat16().contiguous(), packed, group, scales_and_zeros).to(x.dtype)
-    return _plus(y, bias)
+    return torch._weight_int4pack_mm_for_cpu(x.bfloat16().contiguous(), packed, group, scales_and_zeros).to(x.dtype)
 
 
-def multiply_w4a16(
-    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, levels: Tensor | None, bias: Tensor | None = None
-) -> Tensor:
-    """x: [rows, in]; the others as `triton.multiply_w4a16` takes them -> [rows, out]."""
-    y = triton.multiply_w4a16(x, codes, scale, zero, levels)
-    return _plus(y, bias)
-
-
-def multiply_w8a8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply_w8a8(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """Inputs rounded to int8, a scale for each token. x: [rows, in]; codes: int8 [out, in]; scale: float32 [out]."""
     rounded, of_rows = round_inputs(x)
-    y = (torch._int_mm(rounded, codes.T).float() * of_rows * scale).to(x.dtype)
-    return _plus(y, bias)
+    return (torch._int_mm(rounded, codes.T).float() * of_rows * scale).to(x.dtype)
 
 
-def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
-    return y if bias is None else y + bias.to(y.dtype)
-
-
-def multiply_dequantized(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, quantizes_inputs: bool = False
-) -> Tensor:
+def multiply_dequantized(x: Tensor, weight: Tensor, quantizes_inputs: bool = False) -> Tensor:
     """x: [rows, in]; weight: [out, in]. quantizes_inputs: x is rounded to int8 and back first."""
     if quantizes_inputs:
         rounded, of_rows = round_inputs(x)
         x = (rounded.float() * of_rows).to(x.dtype)
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return F.linear(x, weight.to(x.dtype))
 
 
 def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from minillm.quantize import kernels
+from minillm.quantize import kernels, triton
 from minillm.quantize.formats import NF4, NF4_LEVELS, DoubleScales, Format, Grid
 
 
@@ -20,8 +20,8 @@ class QuantizedLinear(nn.Module):
     """x: [..., in] -> [..., out].
 
     codes: as `format.pack` keeps them. quantizes_inputs: inputs are rounded to int8, a scale for each token (W8A8).
-    kernel: what multiplies (`kernels.choose`); `use` sets another. multiply: [rows, in] -> [rows, out] by it, a new
-    object whenever the layer's tensors are.
+    kernel: what multiplies (`kernels.choose`); `use` sets another. multiply: [rows, in] -> [rows, out] by it, without
+    the bias, a new object whenever the layer's tensors are.
     """
 
     def __init__(self, format: Format, codes: Tensor, grid: Grid, bias: Tensor | None, quantizes_inputs: bool = False):
@@ -94,26 +94,25 @@ class QuantizedLinear(nn.Module):
         self.multiply = self._multiplication()
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad and torch.is_grad_enabled():
-            return self._dequantize_and_multiply(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
-        y = self.multiply(x.reshape(-1, self.in_features))
-        return y.view(*x.shape[:-1], self.out_features)
+        has_gradient = x.requires_grad and torch.is_grad_enabled()
+        multiply = self._dequantize_and_multiply if has_gradient else self.multiply
+        y = multiply(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _multiplication(self) -> Callable[[Tensor], Tensor]:
         """What `forward` calls, with its tensors at hand: to look them up in the module would take as long as a small
         product."""
         if self.kernel == kernels.INT8:
-            given = {"codes": self.codes, "scale": self.scale[:, 0].bfloat16()}
-            return partial(kernels.multiply_int8, **given, bias=self.bias)
+            return partial(kernels.multiply_int8, codes=self.codes, scale=self.scale[:, 0].bfloat16())
         if self.kernel == kernels.INT4:
             given = {"packed": self.codes, "group": self.format.group, "scales_and_zeros": self.scales_and_zeros}
-            return partial(kernels.multiply_int4, **given, bias=self.bias)
+            return partial(kernels.multiply_int4, **given)
         if self.kernel == kernels.W4A16:
             is_nf4 = isinstance(self.format, NF4)
             levels = self.codes.new_tensor(NF4_LEVELS, dtype=torch.float32) if is_nf4 else None
             return partial(self._multiply_w4a16, levels=levels)
         if self.kernel == kernels.W8A8:
-            return partial(kernels.multiply_w8a8, codes=self.codes, scale=self.scale[:, 0].float(), bias=self.bias)
+            return partial(kernels.multiply_w8a8, codes=self.codes, scale=self.scale[:, 0].float())
         return self._dequantize_and_multiply
 
     def _multiply_w4a16(self, rows: Tensor, levels: Tensor | None) -> Tensor:
@@ -122,10 +121,10 @@ class QuantizedLinear(nn.Module):
         if rows.dtype == torch.float64:
             return self._dequantize_and_multiply(rows)
         scale = self.scale if self.scale_largest is None else self.grid.scale
-        return kernels.multiply_w4a16(rows, self.codes, scale, self.zero, levels, self.bias)
+        return triton.multiply_w4a16(rows, self.codes, scale, self.zero, levels)
 
     def _dequantize_and_multiply(self, rows: Tensor) -> Tensor:
-        return kernels.multiply_dequantized(rows, self.weight, self.bias, self.quantizes_inputs)
+        return kernels.multiply_dequantized(rows, self.weight, self.quantizes_inputs)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.format}, kernel={self.kernel}"

@@ -70,7 +70,7 @@ class PagedCache:
 
     2 · layers · block_size · kv_heads · head_dim numbers a block; with a format as many codes of 8 bits, and a scale
     for each head_dim of them (`quantized.py`). The block pool of `minillm.serve` decides which sequence owns which
-    block.
+    block. layers: the keys and the values of each layer, views of the pool.
     """
 
     def __init__(
@@ -95,20 +95,12 @@ class PagedCache:
             of_host = (num_host_blocks, *size[:2], *size[3:])  # a block in one piece, for one copy
             self._parts.append((pool, torch.zeros(of_host, dtype=kind, device="cpu", pin_memory=pool.is_cuda)))
         self.pool, self.host = self._parts[0]
-        self._layers = [(self._of_layer(0, layer), self._of_layer(1, layer)) for layer in range(config.num_layers)]
+        self.layers = [(self._of_layer(0, layer), self._of_layer(1, layer)) for layer in range(config.num_layers)]
 
     @property
     def nbytes(self) -> int:
         """Of the blocks on the device, scales included."""
         return sum(pool.nbytes for pool, _ in self._parts)
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor] | tuple[QuantizedPool, QuantizedPool]:
-        """Its keys and its values."""
-        return self._layers[index]
-
-    def _of_layer(self, kind: int, layer: int) -> Tensor | QuantizedPool:
-        parts = [pool[kind, layer] for pool, _ in self._parts]
-        return parts[0] if self.format is None else QuantizedPool(*parts, self.format)
 
     def copy(self, source: int, target: int) -> None:
         for pool, _ in self._parts:
@@ -131,6 +123,10 @@ class PagedCache:
         """The attention function of one forward pass: sequence s brings the query_lens[s] tokens from starts[s] on."""
         return PagedBatch(self, tables, starts, query_lens, backend)
 
+    def _of_layer(self, kind: int, layer: int) -> Tensor | QuantizedPool:
+        parts = [pool[kind, layer] for pool, _ in self._parts]
+        return parts[0] if self.format is None else QuantizedPool(*parts, self.format)
+
 
 class PagedAttention:
     """An `AttentionFunction` for a flat batch: writes its keys and values into their blocks, then attends.
@@ -147,7 +143,7 @@ class PagedAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None, **options
     ) -> Tensor:
-        k_pool, v_pool = self.cache.layer(layer)
+        k_pool, v_pool = self.cache.layers[layer]
         write_rows(k_pool, self.slot_mapping, k[0].transpose(0, 1))
         write_rows(v_pool, self.slot_mapping, v[0].transpose(0, 1))
         flat = q[0].transpose(0, 1).contiguous()

@@ -39,9 +39,7 @@ class Gathered:
         first = list(accumulate(query_lens, initial=0))
         if len(order) > 1:
             rows = torch.tensor([row for s in order for row in range(first[s], first[s + 1])], device=device)
-            back = rows.argsort()
-            block_table = block_table[order]
-
+            back, block_table = rows.argsort(), block_table[order]
         last = torch.tensor([context_lens[s] for s in order], device=device)
         places = last[:, None] - torch.arange(max(seen), 0, -1, device=device)  # [sequences, keys], negative: none
         absent = torch.zeros(places.shape, dtype=q.dtype, device=device).masked_fill_(places < 0, float("-inf"))
@@ -94,22 +92,15 @@ class _Group:
             read_rows(pool, self.slots, q.dtype).view(self.sequences, -1, kv_heads, head_dim).transpose(1, 2)
             for pool in (k_pool, v_pool)
         )
-        one = self.queries == 1  # of each sequence, whose heads are rows as they lie
-        rows = q.view(self.sequences, kv_heads, -1, head_dim) if one else self._rows(q, kv_heads)
+        rows = q.view(self.sequences, self.queries, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
         if self.soft_cap is None:
-            y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=self.mask)
+            y = F.scaled_dot_product_attention(rows.flatten(2, 3), keys, values, attn_mask=self.mask)
         else:  # which the fused kernel does not know
-            scores = (rows @ keys.mT).to(wide(q)) / math.sqrt(head_dim)
+            scores = (rows.flatten(2, 3) @ keys.mT).to(wide(q)) / math.sqrt(head_dim)
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
             scores = scores if self.mask is None else scores + self.mask
             y = torch.softmax(scores, dim=-1).to(q.dtype) @ values
-        if not one:
-            y = y.unflatten(2, (-1, self.queries)).permute(0, 3, 1, 2, 4)
-        return y.reshape(q.shape)
-
-    def _rows(self, q: Tensor, kv_heads: int) -> Tensor:
-        """[sequences, kv_heads, group · queries, head_dim]."""
-        return q.view(self.sequences, self.queries, kv_heads, -1, q.shape[-1]).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        return y.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
 
 @dataclass(frozen=True)

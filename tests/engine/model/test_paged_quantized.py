@@ -51,7 +51,7 @@ def test_a_row_is_rounded_by_itself(format, dtype):
     """Whatever is written beside it, and in whatever order."""
     rows = torch.randn(12, 3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     config = ModelConfig(50, 15, 64, 1, 3, 3, head_dim=6)
-    together, apart = (PagedCache(config, 4, 3, format=format).layer(0)[0] for _ in range(2))
+    together, apart = (PagedCache(config, 4, 3, format=format).layers[0][0] for _ in range(2))
     rows = torch.cat((rows, rows[..., :1]), -1)
     write_rows(together, torch.arange(12), rows)
     for slot in torch.randperm(12, generator=torch.Generator().manual_seed(1)):
@@ -103,7 +103,7 @@ class Cache(RuleBasedStateMachine):
     def write(self, slots, size):
         self.seed += 1
         for layer in range(CONFIG.num_layers):
-            for kind, pool in enumerate(self.cache.layer(layer)):
+            for kind, pool in enumerate(self.cache.layers[layer]):
                 rows = 10.0**size * torch.randn(len(slots), 2, 4, generator=torch.Generator().manual_seed(self.seed))
                 write_rows(pool, torch.tensor(slots), rows)
                 for slot, row in zip(slots, rounded_rows(self.format, rows), strict=True):
@@ -132,7 +132,7 @@ class Cache(RuleBasedStateMachine):
     @invariant()
     def reads_what_was_written(self):
         for (layer, kind, block, place), row in self.device.items():
-            pool = self.cache.layer(layer)[kind]
+            pool = self.cache.layers[layer][kind]
             assert torch.equal(read_rows(pool, torch.tensor([block * SIZE + place]), torch.float32)[0], row)
 
 
