@@ -9,8 +9,9 @@ from unittest import mock
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.experiments import naive, target
 from course.shared.measuring import one_thread
-from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence, engine
+from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence
 from minillm.serve.requests import request
+from minillm.serve.run import build
 from minillm.serve.schedule.blocks import cache_namespace
 
 SIZE, STEPS = 16, 80
@@ -49,7 +50,7 @@ def _bug(name: str) -> AbstractContextManager:
     """Patches that make every engine built and run inside the block have the bug."""
     return {
         "none": nullcontext,
-        "frees shared blocks": lambda: mock.patch.object(engine, "BlockPool", FreesShared),
+        "frees shared blocks": lambda: mock.patch.object(build, "BlockPool", FreesShared),
         "one byte per token": lambda: mock.patch.object(Prefix, "__init__", _one_byte),
         "whole prompt from the cache": lambda: mock.patch.object(Sequence, "prefixes", _whole_prompt),
         "no salt in the key": lambda: mock.patch.object(request, "cache_namespace", _without_salt),

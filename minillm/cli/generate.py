@@ -9,10 +9,9 @@ template makes the text.
 
 import difflib
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +20,7 @@ import torch
 import typer
 from typer import Argument, Option
 
+from minillm.cli.answers import as_json, show, took_line
 from minillm.cli.given import is_given
 from minillm.data import Tokenizer
 from minillm.files import opened
@@ -33,12 +33,13 @@ from minillm.serve.engine import LLM
 from minillm.serve.requests.output import Output
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import prompt_ids
-from minillm.serve.requests.summary import Summary, summary
+from minillm.serve.requests.summary import summary
+from minillm.serve.run.memory import default_num_blocks, gpu_limits
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
 TEMPERATURE = 0.8  # of a checkpoint that says nothing
-BLOCK_SIZE, FULL_LENGTHS = 16, 16  # the pool holds the file's requests, at most so many of the model's full length
+BLOCK_SIZE = 16
 LARGEST_BATCH = 256 << 20  # bytes of a file of prompts
 FIELDS = ("prompt", *(field.name for field in fields(SamplingParams)))
 TEXT, SAMPLING, MODEL = (partial(Option, rich_help_panel=panel) for panel in ("Prompts", "Sampling", "Model"))
@@ -78,6 +79,12 @@ def command(
     ] = None,
     k: Annotated[str, MODEL("--k", help="With --speculate: draft tokens per pass, a number or 'adaptive'.")] = "4",
     kv: Annotated[str | None, MODEL(metavar="NAME", help=f"8-bit keys and values: {', '.join(KV_FORMATS)}.")] = None,
+    max_num_seqs: Annotated[
+        int | None, MODEL(help="With --batch: prompts at once.", min=1, show_default="256 on a GPU, else 64")
+    ] = None,
+    token_budget: Annotated[
+        int | None, MODEL(help="With --batch: tokens of a pass.", min=1, show_default="8192 on a GPU, else 512")
+    ] = None,
     compile: Annotated[bool, MODEL("--compile", help="Run the model's blocks through torch.compile.")] = False,
     json_file: JsonFile = None,
 ) -> int:
@@ -96,6 +103,7 @@ def command(
             raise ValueError(f"--{name} {value} is unknown: use one of {', '.join(known)}")
     if system is not None and not chat:
         raise ValueError("--system is a message of a chat: add --chat")
+    limits = _limits(batch, max_num_seqs, token_budget)
     folder = folder_of(model)
     defaults = {"temperature": TEMPERATURE} | sampling_of(folder) | {"max_tokens": max_new_tokens, "seed": seed}
     defaults |= {} if temperature is None else {"temperature": temperature}
@@ -118,7 +126,7 @@ def command(
         else:
             stream(network, tokenizer, ids, params, first, shown)
         return 0
-    outputs = run_batch(network, tokenizer, batch, requests, options)
+    outputs = run_batch(network, tokenizer, batch, requests, options | limits)
     write_json(json_file, {"provenance": provenance(), **as_json(outputs)})
     return 0 if all(output.error is None for _, output in outputs) else 1
 
@@ -188,6 +196,22 @@ def _as_utf8(name: str, given: str) -> str:
         raise ValueError(f"{name} is not UTF-8 text: write it in UTF-8") from None
 
 
+def _limits(batch: Path | None, max_num_seqs: int | None, token_budget: int | None) -> dict[str, int]:
+    """Those of the `LLM` that were asked for, and where one was, another that goes with it."""
+    given = {"max_num_seqs": max_num_seqs, "token_budget": token_budget}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if batch is None:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is of a file of prompts: give one with --batch FILE")
+    if len(given) == 2 and max_num_seqs > token_budget:
+        raise ValueError(
+            f"--token-budget {token_budget} is less than --max-num-seqs {max_num_seqs}: every sequence wants a token"
+        )
+    if max_num_seqs is not None and max_num_seqs > 512:
+        return {"token_budget": max_num_seqs} | given
+    return given if token_budget is None or token_budget >= 64 else {"max_num_seqs": token_budget} | given
+
+
 def _guesses(k: str) -> int | str:
     try:
         return k if k == "adaptive" else int(k)
@@ -245,50 +269,22 @@ def run_batch(
             outputs.append((requests[len(outputs)][0], output))
             show(*outputs[-1], tokenizer)
     if any(output.error is None for _, output in outputs):
-        typer.echo(_took(summary([output for _, output in outputs])), err=True)
+        typer.echo(took_line(summary([output for _, output in outputs])), err=True)
     return outputs
 
 
 def engine(model: Transformer, tokenizer: Tokenizer, requests: list[tuple[int, SamplingParams]], **options) -> LLM:
-    """An LLM with room for requests of (prompt tokens, params)."""
+    """An LLM for requests of (prompt tokens, params): with blocks for all of them, or as many as the memory holds; the
+    others then wait in its queue. options: of the `LLM`."""
     longest = model.config.max_seq_len
     lengths = (min(tokens + params.max_tokens, longest) for tokens, params in requests for _ in range(params.n))
     needed = sum(1 + -(-length // BLOCK_SIZE) for length in lengths)
-    num_blocks = min(needed, FULL_LENGTHS * -(-longest // BLOCK_SIZE))
-    return LLM(model, tokenizer=tokenizer, block_size=BLOCK_SIZE, num_blocks=num_blocks, **options)
-
-
-def show(number: int, output: Output, tokenizer: Tokenizer) -> None:
-    for index, answer in enumerate(output.answers):
-        name = f"{number}" if len(output.answers) == 1 else f"{number}, answer {index + 1}"
-        why = f"failed: {output.error}" if output.error else f"{len(answer.tokens)} tokens, {answer.reason}"
-        typer.echo(f"--- line {name} ({why})\n{tokenizer.decode(output.prompt, skip_special=True)}{answer.text}")
-
-
-def as_json(outputs: list[tuple[int, Output]]) -> dict[str, Any]:
-    """Rows in the order of the file, times in seconds; the summary only if an answer has a token."""
-    rows = []
-    for number, output in outputs:
-        timing, longest = output.timing, max(len(answer.tokens) for answer in output.answers)
-        times = {"queue_s": timing.queue, "ttft_s": timing.ttft, "tpot_s": timing.tpot(longest)}
-        answers = [{"text": answer.text, "ids": answer.ids, "reason": answer.reason} for answer in output.answers]
-        for found, answer in zip(answers, output.answers, strict=True):
-            if any(token.logprob is not None for token in answer.tokens):
-                found["logprobs"] = [{"logprob": token.logprob, "top": token.top} for token in answer.tokens]
-        counts = {name: getattr(output, name) for name in ("computed", "hit", "preemptions", "error")}
-        row = {"line": number, "prompt": output.prompt, "seed": output.seed, "answers": answers, **times}
-        rows.append({**row, "end_to_end_s": timing.end_to_end, **counts})
-    if all(output.error is not None for _, output in outputs):
-        return {"rows": rows}
-    took = summary([output for _, output in outputs])
-    return {"summary": _finite({**asdict(took), "tokens_per_s": took.tokens_per_s}), "rows": rows}
-
-
-def _took(it: Summary) -> str:
-    return (
-        f"{it.requests} prompts, {it.tokens} tokens in {it.seconds:.2f} s: {it.tokens_per_s:.0f} tokens/s; first token "
-        f"after {it.ttft.p50:.3f} s (p50), {it.ttft.p99:.3f} s (p99); {it.hit} prompt tokens from the prefix cache"
-    )
+    limits = {name: options[name] for name in ("max_num_seqs", "token_budget") if name in options}
+    limits |= gpu_limits(model, limits)
+    kv = options.get("kv_dtype")
+    fits = default_num_blocks(model, BLOCK_SIZE, kv_format=KV_FORMATS[kv] if kv else None, **limits)
+    options |= {"num_blocks": min(needed, fits), **limits}
+    return LLM(model, tokenizer=tokenizer, block_size=BLOCK_SIZE, **options)
 
 
 def _fields(line: str) -> dict[str, Any]:
@@ -321,10 +317,3 @@ def _naming(file: Path, number: int) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{file} line {number}: {error}") from None
-
-
-def _finite(value: Any) -> Any:
-    """nan, of which JSON knows nothing, becomes None."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value

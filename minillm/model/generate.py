@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from minillm.data import Tokenizer
 from minillm.model.attention.causal import sdpa
 from minillm.model.config import ModelConfig, check_generates
 from minillm.model.draw import Draw, softmax_at
+from minillm.model.kernels import gpu_of
+from minillm.model.paged.tables import to_device
 from minillm.model.transformer import Transformer
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
@@ -36,11 +39,18 @@ class KVCache:
         shape = (config.num_layers, batch, config.num_kv_heads, length, config.head_dim)
         self.keys, self.values = (torch.empty(shape, device=device, dtype=dtype) for _ in range(2))
         self._of_layers = list(zip(self.keys, self.values, strict=True))
+        self._positions: Tensor | None = None
+        self._start = 0
+
+    def begin(self, positions: Tensor, start: int) -> None:
+        """The next pass has these positions, the first of which is `start`. Without this call each layer reads it from
+        the tensor, for which the host has to wait if that is on a GPU."""
+        self._positions, self._start = positions, start
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None, **options
     ) -> Tensor:
-        start, seq = int(positions[0]), k.shape[2]
+        start, seq = self._start if positions is self._positions else int(positions[0]), k.shape[2]
         end = start + seq
         keys, values = (each.narrow(2, 0, end) for each in self._of_layers[layer])
         keys.narrow(2, start, seq).copy_(k)
@@ -79,10 +89,12 @@ def generate(
     weight, draw = model.embedding.weight, Draw(seed)
     length = len(prompt) + min(max_new_tokens, room)
     cache = KVCache(model.config, length, device=weight.device, dtype=weight.dtype)
-    tokens, start = torch.tensor([prompt], device=weight.device), 0
+    [tokens], start = to_device([np.array([prompt])], weight.device), 0
     while True:
         positions = torch.arange(start, start + tokens.shape[1], device=weight.device)
-        logits = model(tokens, positions, attention=cache)[0, -1].float().cpu()
+        cache.begin(positions, start)
+        with gpu_of(weight.device):
+            logits = model(tokens, positions, attention=cache)[0, -1].float().cpu()
         if first is not None:
             allowed = torch.full_like(logits, float("-inf"))
             allowed[first] = 0
@@ -94,7 +106,7 @@ def generate(
         start += tokens.shape[1]
         if start + 1 >= length:
             return
-        tokens = torch.tensor([[token]], device=weight.device)
+        [tokens] = to_device([np.array([[token]])], weight.device)
 
 
 def heal(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[int], list[int] | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -23,6 +24,12 @@ def kernel(*varying: str) -> Callable[[Callable], Callable]:
     """triton.jit. Arguments named in `varying` change from call to call, so Triton does not specialise the kernel on
     them."""
     return (lambda function: function) if triton is None else partial(triton.jit, do_not_specialize=varying)
+
+
+def gpu_of(device: torch.device) -> AbstractContextManager:
+    """The device as the thread's current GPU, where Triton launches, streams open and events are recorded; torch's own
+    operations go to their tensors' device in any case. A new thread starts at GPU 0. Nothing off a GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def factors(dtype: torch.dtype):

@@ -183,7 +183,7 @@ class Attention(nn.Module):
         self.rotation, self.over_heads = rotation_of(config, layer), config.qk_norm_over_heads
         self.query_factor = 1.0 if config.attention_scale is None else config.attention_scale * config.head_dim**0.5
         self.options = {} if config.attention_soft_cap is None else {"soft_cap": config.attention_soft_cap}
-        self.linears = apply_linears
+        self.linears, self.rotate_both = apply_linears, rotate_both
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = _linear(config.hidden_size, q_size, dtype, bias=config.qkv_bias)
         self.k_proj = _linear(config.hidden_size, kv_size, dtype, bias=config.qkv_bias)
@@ -204,7 +204,7 @@ class Attention(nn.Module):
         else:
             q, k, v = self.q_norm(heads(q)), self.k_norm(heads(k)), heads(v)
         cos, sin = rotation if self.rotation is None else (each[self.rotation] for each in rotation)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = self.rotate_both(q, k, cos, sin)
         if self.query_factor != 1:  # attention functions divide by √head_dim
             q = q * self.query_factor
         y = attention(q, k, v, layer=self.layer, positions=positions, window=self.window, **self.options)
@@ -216,14 +216,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None):
         super().__init__()
-        self.linears, self.activation, bias = apply_linears, FUNCTIONS[config.activation], config.mlp_bias
+        self.linears, self.gated, bias = apply_linears, partial(gated, FUNCTIONS[config.activation]), config.mlp_bias
         self.gate_proj = _linear(config.hidden_size, config.intermediate_size, dtype, bias)
         self.up_proj = _linear(config.hidden_size, config.intermediate_size, dtype, bias)
         self.down_proj = _linear(config.intermediate_size, config.hidden_size, dtype, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.linears(x, self.gate_proj, self.up_proj)
-        return self.down_proj(self.activation(gate) * up)
+        return self.down_proj(self.gated(gate, up))
 
 
 def mixture(config: ModelConfig, layer: int, dtype: torch.dtype | None = None) -> MoE:
@@ -236,6 +236,16 @@ def mixture(config: ModelConfig, layer: int, dtype: torch.dtype | None = None) -
 def apply_linears(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """The outputs of several layers that read one input. Layers that are split over ranks share its communication."""
     return tuple(layer(x) for layer in layers)
+
+
+def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The queries and the keys of a layer, turned. An engine may replace it (`elementwise_triton.py`)."""
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """What goes into an MLP's last product. An engine may replace it."""
+    return activation(gate) * up
 
 
 class RMSNorm(nn.Module):

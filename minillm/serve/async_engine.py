@@ -7,7 +7,8 @@
                     gone: only marked as cancelled ─────────▲
 
 Passes run in a thread, so the event loop never waits for one; torch lets go of the interpreter while it computes. A
-consumer that breaks off, is cancelled or is dropped cancels its request.
+step wakes each event loop once, with what is new for all its consumers: 256 calls into it would cost more than the
+step's own bookkeeping. A consumer that breaks off, is cancelled or is dropped cancels its request.
 """
 
 import asyncio
@@ -30,9 +31,8 @@ class _Listener:
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue = field(default_factory=asyncio.Queue)
 
-    def tell(self, item: Delta | BaseException | None) -> None:
-        """From the engine's thread. None: there will be no more."""
-        self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+
+News = tuple[_Listener, list[Delta | BaseException | None]]  # None or an exception: there will be no more
 
 
 class AsyncLLM:
@@ -46,25 +46,41 @@ class AsyncLLM:
         self._thread.start()
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None, **options) -> "Stream":
-        """`LLM.stream`, to be called where an event loop runs. Its errors are raised here, at the call."""
+        """`LLM.stream`, to be called where an event loop runs. Its errors are raised here, at the call.
+
+        A prompt that is text becomes tokens here, while the event loop waits; `open` does it in a thread.
+        """
+        self._check_open()
+        request_id = options.pop("request_id", None)
+        return self._submit(self.llm.requests.request(prompt, params, awaited=True, **options), request_id)
+
+    async def open(self, prompt: str | list[int], params: SamplingParams | None = None, **options) -> "Stream":
+        """`stream`, while other tasks go on."""
+        self._check_open()
+        request_id = options.pop("request_id", None)
+        make = self.llm.requests.request
+        request = await asyncio.to_thread(make, prompt, params, awaited=True, **options)
+        self._check_open()
+        return self._submit(request, request_id)
+
+    async def generate(self, prompt: str | list[int], params: SamplingParams | None = None, **options) -> Output:
+        """The whole answer. RuntimeError if the request failed."""
+        stream = await self.open(prompt, params, **options)
+        async for _ in stream:
+            pass
+        return stream.output
+
+    def _check_open(self) -> None:
         if self._closed or self._failure is not None:
             raise RuntimeError(f"this AsyncLLM takes no requests any more: it {self._failure or 'is closed'}.")
-        loop = asyncio.get_running_loop()
-        request_id = options.pop("request_id", None)
-        request = self.llm.requests.request(prompt, params, awaited=True, **options)
-        listener = _Listener(request, OutputCursor(request), loop)
+
+    def _submit(self, request: Request, request_id: str | None) -> "Stream":
+        listener = _Listener(request, OutputCursor(request), asyncio.get_running_loop())
         stream = Stream(listener, self.llm)
         self.llm.requests.submit(request, request_id)
         self._arrived.append(listener)
         self._wake.set()
         return stream
-
-    async def generate(self, prompt: str | list[int], params: SamplingParams | None = None, **options) -> Output:
-        """The whole answer. RuntimeError if the request failed."""
-        stream = self.stream(prompt, params, **options)
-        async for _ in stream:
-            pass
-        return stream.output
 
     async def aclose(self) -> None:
         """Cancels what has not ended, ends all streams and the thread. Again: nothing."""
@@ -92,27 +108,45 @@ class AsyncLLM:
                 if self._closed:
                     self.llm.requests.cancelled.extend(listener.request for listener in live)
                 self.llm.advance()
-                live = [listener for listener in live if self._goes_on(listener)]
+                live = self._deliver(live)
         except Exception as failure:
             self._failure = f"stopped: {type(failure).__name__}: {failure}"
-            for listener in (*live, *self._arrived):
-                self.llm.requests.cancelled.append(listener.request)
-                self._tell(listener, RuntimeError(f"the engine {self._failure}"))
+            left = [*live, *self._arrived]
+            self.llm.requests.cancelled.extend(listener.request for listener in left)
+            self._wake_loops([(listener, [RuntimeError(f"the engine {self._failure}")]) for listener in left])
 
-    def _goes_on(self, listener: _Listener) -> bool:
-        """Tells a listener what is new; whether there may be more."""
-        deltas, ended = listener.news.poll()
-        for delta in deltas:
-            self._tell(listener, delta)
-        if ended:
-            self._tell(listener, listener.news.failure())
-        return not ended
+    def _deliver(self, listeners: list[_Listener]) -> list[_Listener]:
+        """Tells listeners what is new; returns those for whom there may be more."""
+        news: list[News] = []
+        going_on = []
+        for listener in listeners:
+            deltas, ended = listener.news.poll()
+            if ended:
+                news.append((listener, [*deltas, listener.news.failure()]))
+                continue
+            going_on.append(listener)
+            if deltas:
+                news.append((listener, deltas))
+        self._wake_loops(news)
+        return going_on
 
-    def _tell(self, listener: _Listener, item: Delta | BaseException | None) -> None:
-        try:
-            listener.tell(item)
-        except RuntimeError:  # its event loop has closed: nobody listens any more
-            self.llm.requests.cancelled.append(listener.request)
+    def _wake_loops(self, news: list[News]) -> None:
+        """One call into each event loop."""
+        of_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
+        for each in news:
+            of_loop.setdefault(each[0].loop, []).append(each)
+        for loop, mine in of_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put, mine)
+            except RuntimeError:  # it has closed: nobody listens any more
+                self.llm.requests.cancelled.extend(listener.request for listener, _ in mine)
+
+
+def _put(news: list[News]) -> None:
+    """In the event loop."""
+    for listener, items in news:
+        for item in items:
+            listener.queue.put_nowait(item)
 
 
 class Stream:

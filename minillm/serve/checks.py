@@ -23,6 +23,7 @@ def check_engine(
     if not hasattr(model, "config") or not hasattr(model, "embedding"):
         raise ValueError(f"model {model!r} must be a Transformer, as `load_hf(folder)` returns one.")
     check_generates(model.config)
+    _check_complete(model)
     if tokenizer is not None and not hasattr(tokenizer, "stream"):
         raise ValueError(f"tokenizer {tokenizer!r} must be a Tokenizer, as `Tokenizer.load()`, or None.")
     if not callable(clock):
@@ -45,6 +46,20 @@ def check_engine(
             close = get_close_matches(name, options, 1)
             hint = f"did you mean {close[0]}?" if close else f"a scheduler takes {', '.join(options)}."
             raise ValueError(f"LLM has no option {name!r}: {hint}")
+
+
+def _check_complete(model) -> None:
+    """ValueError for one rank's part of a model: its keys would not fit the cache and its logits lack words."""
+    config = model.config
+    projection = model.blocks[0].attention.k_proj
+    found = getattr(projection, "out_features", None) or len(projection.weight)
+    wanted = config.num_kv_heads * config.head_dim
+    if found != wanted or len(model.embedding.weight) != config.vocab_size or model.positions_of is not None:
+        raise ValueError(
+            f"this model is one rank's part of a split one ({found // config.head_dim} of {config.num_kv_heads} key "
+            f"and value heads, {len(model.embedding.weight)} of {config.vocab_size} embedding rows): an LLM runs a "
+            "whole model on one device, so load it with load_hf and do not split it."
+        )
 
 
 def check_scheduler(

@@ -7,52 +7,55 @@
 Greedy tokens are those of `minillm.model.generate`, whatever is switched on and whatever else runs.
 """
 
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
-from minillm.model.paged import Backend, PagedCache, default_backend
+from minillm.model.hf.generation_config import GenerationDefaults
+from minillm.model.kernels import gpu_of
+from minillm.model.paged import Backend, default_backend
 from minillm.quantize.kv import kv_format_named
 from minillm.serve.checks import check_engine
+from minillm.serve.load import engine_options
 from minillm.serve.numbers import check_whole
+from minillm.serve.progress import progress_bar
 from minillm.serve.requests.output import Delta, Output, OutputCursor, output_of
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import Request, pairs
 from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.async_scheduling import AsyncScheduling
+from minillm.serve.run.build import build_pool, build_runner
 from minillm.serve.run.core import EngineCore
-from minillm.serve.run.decode_graphs import wants_graphs
-from minillm.serve.run.memory import blocks_of_full_length, pool_sizes
-from minillm.serve.run.model_runner import Runner
+from minillm.serve.run.memory import gpu_limits
 from minillm.serve.run.optimise import compile_blocks, fuse
-from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from minillm.serve.speculate.adaptive import AdaptiveK
     from minillm.serve.speculate.proposal import Proposer
 
-MANY = 16  # prompts from which a progress bar is of use
-
 
 class LLM:
     """`LLM(model).generate(prompts, params)`, or `add` and `step` until what was added comes back.
 
-    tokenizer: for prompts and stops that are text. num_blocks: None = what `gpu_memory_utilization` allows, see
-    `memory.pool_sizes`. num_host_blocks: to swap to; None = num_blocks if preemption="swap", else 0.
-    scheduling: see `Scheduler`, or the subclass of it given as `scheduler`. backend: of `paged_attention`; None =
-    `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere. records: the last `keep_records` steps;
-    record_blocks adds every block table (costs time and memory). proposer: drafts tokens that the model only checks,
-    k in a pass; the tokens' distribution is the same. fused: see `optimise.fuse`, which changes how the model computes;
-    None = on a CUDA GPU. compile: blocks through torch.compile, see `run/optimise.py`: True, or the name of one of its
-    backends. graphs: whether steps of single tokens are replayed, see `run/decode_graphs.py`; None = on a CUDA
-    GPU whose backend reads keys where they lie. async_scheduling: the host prepares a step while the device computes
-    the one before it, see `run/async_scheduling.py`. kv_dtype: "int8" or "fp8" keeps keys and values in 8 bits with a
-    scale for each token and head (`minillm/model/paged/quantized.py`); None = as the model computes them.
+    tokenizer: for prompts and stops that are text. generation: what the model's folder says, see `load`. max_num_seqs,
+    token_budget: 256 and 8,192 on a GPU, or what its memory allows; else the scheduler's. num_blocks: None = what
+    `gpu_memory_utilization` allows, see `memory.pool_sizes`. num_host_blocks: to swap to; None = as many as the host
+    has room for, if preemption="swap". scheduling: see `Scheduler`, or the subclass of it given as `scheduler`.
+    backend: of `paged_attention`; None = `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere.
+    records: the last `keep_records` steps; record_blocks adds every block table (costs time and memory). proposer:
+    drafts tokens that the model only checks, k in a pass; the tokens' distribution is the same. fused: see
+    `optimise.fuse`, which changes how the model computes; None = on a CUDA GPU. compile: blocks through torch.compile,
+    see `run/optimise.py`: True, or the name of one of its backends. graphs: whether steps of single tokens are
+    replayed, see `run/decode_graphs.py`; None = on a CUDA GPU whose backend reads keys where they lie. warm_up: compile
+    kernels and record graphs now and not while the first requests wait, see `run/warm_up.py`; None = on a CUDA GPU.
+    async_scheduling: the host prepares a step while the device computes the one before it, see
+    `run/async_scheduling.py`. kv_dtype: "int8" or "fp8" keeps keys and values in 8 bits with a scale for each token and
+    head (`minillm/model/paged/quantized.py`); None = as the model computes them.
     Any thread may add, cancel, generate and stream, also during a forward pass; steps happen one at a time. A step that
     Ctrl-C ends fails the requests that had begun, once the next step finds it so; those that wait stay queued.
     """
@@ -62,6 +65,7 @@ class LLM:
         model: Transformer,
         *,
         tokenizer: Tokenizer | None = None,
+        generation: GenerationDefaults | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,
         num_host_blocks: int | None = None,
@@ -76,6 +80,7 @@ class LLM:
         fused: bool | None = None,
         compile: bool | str = False,
         graphs: bool | None = None,
+        warm_up: bool | None = None,
         async_scheduling: bool = False,
         kv_dtype: str | None = None,
         scheduler: type[Scheduler] = Scheduler,
@@ -87,40 +92,35 @@ class LLM:
         self.model, self.tokenizer, self.clock = model, tokenizer, clock
         weight = model.embedding.weight
         if weight.is_cuda if fused is None else fused:
-            fuse(model)
+            fuse(model, kernels=weight.is_cuda and compile is False)
         if compile is not False:
             compile_blocks(model, compile)
         self.backend = backend or default_backend(weight.device, weight.dtype)
         kv_format = kv_format_named(kv_dtype, self.backend)
-        limits = {"utilization": gpu_memory_utilization, "kv_format": kv_format, "scheduling": scheduling}
-        num_blocks, num_host_blocks = pool_sizes(model, block_size, num_blocks, num_host_blocks, **limits)
-        window, widest = model.config.window_of_all_layers, blocks_of_full_length(model.config, block_size)
-        options = {"num_host_blocks": num_host_blocks, "prefix_cache": prefix_cache, "window": window}
-        self.pool = BlockPool(num_blocks, block_size, **options)
+        scheduling = gpu_limits(model, scheduling) | scheduling
+        options = {"utilization": gpu_memory_utilization, "prefix_cache": prefix_cache, "scheduling": scheduling}
+        options |= {"kv_format": kv_format, "drafts": 0 if proposer is None else k}
+        self.pool = build_pool(model, self.backend, block_size, num_blocks, num_host_blocks, **options)
         self.scheduler = scheduler(self.pool, **scheduling)
-        where = {"num_host_blocks": num_host_blocks, "device": weight.device}
-        where |= {"dtype": weight.dtype, "format": kv_format}
-        self.cache = PagedCache(model.config, num_blocks, block_size, **where)
-        most = self.scheduler.max_num_seqs
-        self.runner = Runner(
-            model,
-            self.cache,
-            self.backend,
-            table_rows=2 * most,
-            table_width=widest if window is not None else min(num_blocks, widest),
-            graphs=most if wants_graphs(graphs, self.backend, weight.device) else 0,
-        )
+        self.runner = build_runner(model, self.scheduler, self.backend, kv_format, graphs=graphs, warm_up=warm_up)
+        self.cache = self.runner.cache
         self.speculation = None
         if proposer is not None:
             from minillm.serve.speculate.speculation import Speculation
 
             self.speculation = Speculation(proposer, k, model.config)
-        self.requests = RequestTable(self.scheduler, self.speculation, model.config, tokenizer, clock)
+        self.requests = RequestTable(self.scheduler, self.speculation, model.config, tokenizer, clock, generation)
         core = AsyncScheduling if async_scheduling else EngineCore
         self.core = core(self.runner, self.requests, keep_records=keep_records, record_blocks=record_blocks)
         self.records = self.core.records
         self.stepping = Lock()  # a step at a time; nothing else needs one, see `requests/table.py`
         self.interrupted = ""  # what ended a step amid its bookkeeping; "" = nothing
+
+    @classmethod
+    def load(cls, folder: str | Path, **options) -> "LLM":
+        """For a Hugging Face folder: its tokenizer, the tokens that end an answer there, and its sampling for requests
+        that bring no `SamplingParams`. options: of `LLM`, and device, dtype and max_seq_len of `engine_options`."""
+        return cls(**engine_options(folder, **options))
 
     def generate(
         self,
@@ -137,7 +137,7 @@ class LLM:
         try:
             for request in mine:
                 self.requests.submit(request)
-            for request in _progress_bar(mine, progress):
+            for request in progress_bar(mine, progress):
                 while request.ended is None:
                     self.advance()
         finally:  # marks what has not ended; a signal cannot come between
@@ -193,7 +193,7 @@ class LLM:
 
     def advance(self) -> None:
         """One step, whatever it computes; what ends in it waits for `step`. One thread at a time is in here."""
-        with self.stepping:
+        with self.stepping, gpu_of(self.model.embedding.weight.device):
             if self.interrupted:
                 self.core.recover(self.interrupted)
             self.interrupted = "the step was interrupted"
@@ -219,14 +219,3 @@ class LLM:
             self.requests.cancelled.append(request)
         if (failure := news.failure()) is not None:
             raise failure
-
-
-def _progress_bar(requests: list[Request], shown: bool | None) -> Iterable[Request]:
-    """The requests, with a bar that says how many have ended. None: for many, if standard error is a terminal."""
-    if shown is None:
-        shown = len(requests) >= MANY and sys.stderr.isatty()
-    if not shown:
-        return requests
-    from tqdm.auto import tqdm
-
-    return tqdm(requests, unit="request")

@@ -6,8 +6,9 @@
 
 `minillm.serve.LLM` is this engine with everything that production adds: shared prefixes, swapping, priorities, forks,
 cancelling, streaming, speculation, a fast sampler and fast attention. Read this file first; the two give the same
-tokens. The ideas are those of Orca (Yu et al. 2022, iteration-level scheduling), PagedAttention (Kwon et al. 2023) and
-Sarathi (Agrawal et al. 2023, prompts in chunks).
+tokens, but that an answer here ends with its `eos`, which `LLM` leaves out. The ideas are those of Orca (Yu et al.
+2022, iteration-level scheduling), PagedAttention (Kwon et al. 2023) and Sarathi (Agrawal et al. 2023, prompts in
+chunks).
 """
 
 from collections import deque
@@ -195,7 +196,9 @@ class TinyLLM:
         """[requests, vocab_size], float32 on the CPU: the logits after the last token of each request's piece.
 
         All pieces stand in one row of tokens without padding. slot_mapping says where in the pool each token's key and
-        value go; all are written before any is read, and each sequence reads the slots of its own block table.
+        value go; all are written before any is read, and each sequence reads the slots of its own block table. All its
+        slots are worked out anew in each pass, and on a GPU the host waits for each `torch.tensor` of a list: `LLM`
+        keeps the tables on the device and copies once (`paged/tables.py`).
         """
         tokens, positions, slot_mapping, pieces = [], [], [], []
         for request, count in batch:

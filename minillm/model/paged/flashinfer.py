@@ -17,6 +17,7 @@ from minillm.model.attention.causal import Attend
 from minillm.model.paged.tables import to_device
 
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends; all layers share it
+TENSOR_CORE_GROUP = 4  # query heads of a key head from which its decoding is faster on tensor cores
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -24,6 +25,7 @@ class FlashInfer:
     """A backend of `paged_attention`, shapes as there. ValueError without the package, and for other dtypes."""
 
     reads_codes = False  # of a `QuantizedPool`
+    workspace_bytes = WORKSPACE_BYTES  # that it allocates in its first pass
 
     def __init__(self):
         if find_spec("flashinfer") is None:
@@ -32,6 +34,7 @@ class FlashInfer:
             )
         self._workspace: Tensor | None = None
         self._wrappers: dict[tuple, object] = {}  # each keeps one plan, so one for each kind of layer
+        self._copied: dict[tuple, torch.cuda.Event] = {}  # when the last plan of each has left the host
 
     def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, **options) -> Tensor:
         return self.prepare(q, k_pool, block_table, query_lens, context_lens, **options)(q, k_pool, v_pool)
@@ -59,9 +62,12 @@ class FlashInfer:
         sequence = np.arange(len(counts)).repeat(counts)
         column = np.arange(len(sequence)) - (ends - counts)[sequence]
         [places] = to_device([sequence * block_table.shape[1] + column], q.device)
-        wrapper = self._wrapper(q.device, window, soft_cap)
-        wrapper.plan(  # what it reads on the host is given there: it would fetch it from the GPU and wait
-            _starts(query_lens),
+        decodes = max(query_lens) == 1
+        kind = (window, soft_cap, decodes, q.shape[1] // kv_heads)
+        wrapper = self._wrapper(q.device, *kind)
+        if kind in self._copied:  # a plan is copied from one pinned buffer, which the next plan overwrites
+            self._copied[kind].synchronize()
+        sizes = (  # what it reads on the host is given there: it would fetch it from the GPU and wait
             _starts(counts),
             block_table.flatten()[places].int(),
             torch.tensor(contexts - (counts - 1) * block_size, dtype=torch.int32),
@@ -69,22 +75,40 @@ class FlashInfer:
             kv_heads,
             head_dim,
             block_size,
-            causal=True,
-            window_left=-1 if window is None else window - 1,
-            logits_soft_cap=soft_cap,
-            q_data_type=q.dtype,
-            kv_data_type=q.dtype,
         )
+        options = {"window_left": -1 if window is None else window - 1, "logits_soft_cap": soft_cap}
+        options |= {"q_data_type": q.dtype, "kv_data_type": q.dtype}
+        if decodes:
+            wrapper.plan(*sizes, **options)
+        else:
+            wrapper.plan(_starts(query_lens), *sizes, causal=True, **options)
+        if q.is_cuda:
+            self._copied[kind] = recorded_event()
         return lambda q, k_pool, v_pool: wrapper.run(q, (k_pool, v_pool))
 
     def _wrapper(self, device: torch.device, *kind):
+        """A kernel of its own for steps of single tokens. fa2: on a Hopper GPU "auto" takes fa3, which mini-sglang
+        found slower (https://github.com/sgl-project/mini-sglang)."""
         import flashinfer
 
         if self._workspace is None:
-            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         if kind not in self._wrappers:
-            self._wrappers[kind] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
+            *_, decodes, group = kind
+            if decodes:
+                options = {"use_tensor_cores": group >= TENSOR_CORE_GROUP, "backend": "fa2"}
+                wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", **options)
+            else:
+                wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
+            self._wrappers[kind] = wrapper
         return self._wrappers[kind]
+
+
+def recorded_event() -> torch.cuda.Event:
+    """It is over once all that was launched on the current stream so far is."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _starts(counts: Sequence[int]) -> Tensor:

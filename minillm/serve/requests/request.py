@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.model.draw import Draw, sample_seed
+from minillm.model.hf.generation_config import GenerationDefaults
 from minillm.serve.numbers import check_whole, whole_numbers
 from minillm.serve.requests.params import SamplingParams, Token, plain_token
 from minillm.serve.schedule.blocks import cache_namespace
@@ -115,12 +116,14 @@ def new_request(
     salt: str | None = None,
     timeout_s: float | None = None,
     awaited: bool = False,
+    generation: GenerationDefaults | None = None,
 ) -> Request:
     """A request that has just arrived, and its samples; see `LLM.add`. ValueError for what the model cannot take.
 
-    The tokenizer's end of text stops it, unless params say not.
+    generation: what the model's folder says. Its end tokens and the tokenizer's stop it, unless params say not.
     """
-    params = params or SamplingParams()
+    generation = generation or GenerationDefaults()
+    params = params or SamplingParams(**generation.sampling)
     tokens = prompt_ids(prompt, params, tokenizer, config)
     priority = check_whole("priority", priority)
     if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
@@ -129,8 +132,10 @@ def new_request(
         raise ValueError(f"salt {salt!r} must be a text, or None.")
     limit = min(len(tokens) + params.max_tokens, config.max_seq_len)
     stops = set(params.stop_tokens)
-    if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
-        stops.add(tokenizer.eos_id)
+    if not params.ignore_eos:
+        stops.update(generation.eos_ids)
+        if tokenizer is not None and tokenizer.eos is not None:
+            stops.add(tokenizer.eos_id)
     seed = secrets.randbits(63) if params.seed is None else params.seed
     request = Request(tokens, params, seed, frozenset(stops), now, timeout_s, awaited)
     shared = {"priority": priority, "origin": cache_namespace(None, salt), "request": request}

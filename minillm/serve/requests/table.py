@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
+from minillm.model.hf.generation_config import GenerationDefaults
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import Request, Sample, new_request
 from minillm.serve.schedule.scheduler import Scheduler
@@ -36,9 +37,10 @@ class RequestTable:
         config: ModelConfig,
         tokenizer: Tokenizer | None,
         clock: Callable[[], float],
+        generation: GenerationDefaults | None = None,
     ):
         self.scheduler, self.speculation, self.config = scheduler, speculation, config
-        self.tokenizer, self.clock = tokenizer, clock
+        self.tokenizer, self.clock, self.generation = tokenizer, clock, generation
         self.arrived: dict[str, Request] = {}
         self.live: dict[str, Request] = {}
         self.ended: deque[Request] = deque()
@@ -53,6 +55,7 @@ class RequestTable:
 
     def request(self, prompt: str | list[int], params: SamplingParams | None, **options) -> Request:
         """A `new_request` that can run, not submitted yet. options: see there."""
+        options["generation"] = self.generation
         request = new_request(prompt, params, self.config, self.tokenizer, self.clock(), **options)
         self.scheduler.check(request.samples[0])
         return request

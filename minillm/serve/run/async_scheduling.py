@@ -93,6 +93,7 @@ class AsyncScheduling(EngineCore):
             if each is sample:
                 following.dropped.add(row)
                 sample.draw.count -= 1
+        self.builder.seen.forget(sample)
         following.held = [each for each in following.held if each[0] is not sample]
         if sample.state is State.RUNNING:
             sample.num_computed = min(sample.num_computed, place)

@@ -7,13 +7,11 @@
 `AsyncScheduling` calls the same three, in another order. Whoever calls them takes care that it is one thread at a time.
 """
 
-from collections import deque
-
 import torch
 
 from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.model_runner import Runner
-from minillm.serve.run.recorder import StepRecord, record
+from minillm.serve.run.recorder import RecordLog, record
 from minillm.serve.run.step import InputBuilder, Step
 from minillm.serve.sample.next_tokens import NextTokens
 
@@ -26,7 +24,7 @@ class EngineCore:
         self.scheduler, self.speculation, self.clock = requests.scheduler, requests.speculation, requests.clock
         self.builder = InputBuilder(self.scheduler.pool, *runner.tables.host.shape)
         self.next_tokens = NextTokens(requests)
-        self.records: deque[StepRecord] = deque(maxlen=keep_records)
+        self.records = RecordLog(keep_records)
 
     @torch.inference_mode()
     def step(self) -> None:

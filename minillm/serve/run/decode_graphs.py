@@ -70,14 +70,28 @@ class DecodeGraphs:
             return None
         graph = self.graphs.get(size) or self._make(size)
         self._fill(graph, step, of_tokens, sampled)
+        return graph.replay()[:count] if self._is_recorded(graph) else None
+
+    @torch.inference_mode()
+    def record_all(self) -> None:
+        """All sizes, the largest first, which the others share their memory with; see `warm_up.py`."""
+        for size in reversed(self.sizes):
+            graph = self._make(size)
+            plan = torch.from_numpy(graph.attention.plan(np.zeros(size, np.int64), np.ones(size, np.int64)))
+            graph.inputs[len(OF_TOKENS) * size :].copy_(plan)
+            if not self._is_recorded(graph):
+                return
+
+    def _is_recorded(self, graph: Graph) -> bool:
+        """Records it unless it is. False: it cannot be, which is told once."""
         if graph.replay is None:
             try:
                 graph.replay = self._record(lambda: self._compute(graph))
             except Exception as failure:
                 self.sizes = []
                 warnings.warn(f"decoding without CUDA graphs: {type(failure).__name__}: {failure}", stacklevel=2)
-                return None
-        return graph.replay()[:count]
+                return False
+        return True
 
     def _make(self, size: int) -> Graph:
         pool = self.cache.pool

@@ -1,8 +1,8 @@
 """How many blocks of keys and values fit: what the device has left after one forward pass of the largest size.
 
 On a GPU, as vLLM does: memory · gpu_memory_utilization, less what is in use (weights, other processes) and less what a
-pass over `token_budget` tokens takes on top. On the CPU a share of the RAM that is free now; a pass there takes what is
-left. In both cases never more than max_num_seqs sequences of full length could fill.
+pass over `token_budget` tokens and its sampling take on top. On the CPU a share of the RAM that is free now; a pass
+there takes what is left. In both cases never more than max_num_seqs sequences of full length could fill.
 """
 
 from numbers import Real
@@ -11,11 +11,39 @@ import psutil
 import torch
 
 from minillm.model import ModelConfig, Transformer
+from minillm.model.draw import Draw
+from minillm.model.kernels import gpu_of
 from minillm.model.paged.quantized import RowFormat
 from minillm.predict.model import kv_bytes_per_token
 from minillm.serve.numbers import check_whole
+from minillm.serve.requests.params import SamplingParams
+from minillm.serve.run.step_inputs import sampling_inputs
+from minillm.serve.sample.batch import sample_on_device
 
 GPU_SHARE, CPU_SHARE, DRAFT_SHARE = 0.9, 0.3, 0.1
+GPU_LIMITS = {"max_num_seqs": 256, "token_budget": 8192}  # of an engine on a GPU; on a CPU those of `Scheduler`
+PASS_SHARE, LEAST_BUDGET = 0.25, 512  # of the free memory for one pass, at most; tokens that a pass takes at least
+MOST_PINNED_BYTES = 4 << 30  # of a GPU's host blocks, which the operating system can use for nothing else
+
+
+def gpu_limits(model: Transformer, given: dict[str, object]) -> dict[str, int]:
+    """`max_num_seqs` and `token_budget` of an engine on a GPU, where they are not given: GPU_LIMITS, or the half, a
+    quarter, ... of the tokens if a pass over them takes too much of the free memory. None on a CPU."""
+    device = model.embedding.weight.device
+    if device.type != "cuda":
+        return {}
+    limits = {name: given.get(name, default) for name, default in GPU_LIMITS.items()}
+    for name, limit in limits.items():
+        check_whole(name, limit, 1)
+    if "token_budget" not in given:
+        limits["token_budget"] = max(limits.values())
+        free, _ = torch.cuda.mem_get_info(device)
+        least = max(LEAST_BUDGET, limits["max_num_seqs"])
+        while limits["token_budget"] > least and _pass_bytes(model, **limits) > PASS_SHARE * free:
+            limits["token_budget"] = max(least, limits["token_budget"] // 2)
+    elif "max_num_seqs" not in given:
+        limits["max_num_seqs"] = min(limits.values())
+    return limits
 
 
 def pool_sizes(
@@ -27,20 +55,24 @@ def pool_sizes(
     utilization: float | None,
     kv_format: RowFormat | None,
     scheduling: dict[str, object],
+    **more: int,
 ) -> tuple[int, int]:
     """(blocks on the device, blocks on the host to swap to) of an engine: those asked for, None = what fits.
 
     scheduling: options of its scheduler. By default the host has as many blocks as the device, if it swaps, and a share
-    of the free RAM holds them. ValueError for more than the whole memory of the device, or of the host, holds.
+    of the free RAM holds them, for a GPU at most MOST_PINNED_BYTES. more: of `default_num_blocks`. ValueError for more
+    than the whole memory of the device, or of the host, holds.
     """
     weight, ram = model.embedding.weight, psutil.virtual_memory()
     size = block_bytes(model.config, block_size, weight.dtype, kv_format)
     if num_blocks is None:
         limits = {name: scheduling[name] for name in ("max_num_seqs", "token_budget") if name in scheduling}
-        num_blocks = default_num_blocks(model, block_size, utilization, kv_format=kv_format, **limits)
+        num_blocks = default_num_blocks(model, block_size, utilization, kv_format=kv_format, **limits, **more)
     if num_host_blocks is None:
         swaps = scheduling.get("preemption") == "swap"
-        num_host_blocks = min(num_blocks, int(CPU_SHARE * ram.available // size)) if swaps else 0
+        room = CPU_SHARE * ram.available
+        room = min(room, MOST_PINNED_BYTES) if weight.is_cuda else room
+        num_host_blocks = min(num_blocks, int(room // size)) if swaps else 0
     device = torch.cuda.mem_get_info(weight.device)[1] if weight.is_cuda else ram.total
     _check_fits("num_blocks", num_blocks, 1, size, device)
     _check_fits("num_host_blocks", num_host_blocks, 0, size, ram.total)
@@ -55,8 +87,12 @@ def default_num_blocks(
     max_num_seqs: int = 64,
     token_budget: int = 512,
     kv_format: RowFormat | None = None,
+    rows_of_each: int = 1,
+    reserved_bytes: int = 0,
 ) -> int:
-    """Blocks for an engine. kv_format: see `PagedCache`. ValueError if there is no room for a single one."""
+    """Blocks for an engine. kv_format: see `PagedCache`. rows_of_each: logits that a sequence wants in one step, more
+    than 1 only with drafts. reserved_bytes: of the GPU, for what is allocated later. ValueError if there is no room for
+    a single block."""
     check_whole("max_num_seqs", max_num_seqs, 1)
     check_whole("token_budget", token_budget, 1)
     weight = model.embedding.weight
@@ -64,7 +100,12 @@ def default_num_blocks(
     share = (GPU_SHARE if on_gpu else CPU_SHARE) if utilization is None else utilization
     if not isinstance(share, Real) or not 0 < share <= 1:
         raise ValueError(f"gpu_memory_utilization {utilization!r} must be above 0 and at most 1, or None.")
-    room = _gpu_room(model, share, token_budget) if on_gpu else share * psutil.virtual_memory().available
+    if on_gpu:
+        needed = _pass_bytes(model, max_num_seqs=rows_of_each * max_num_seqs, token_budget=token_budget)
+        free, total = torch.cuda.mem_get_info(weight.device)
+        room = share * total - (total - free) - needed - reserved_bytes
+    else:
+        room = share * psutil.virtual_memory().available
     fits = int(room // block_bytes(model.config, block_size, weight.dtype, kv_format))
     if fits < 1:
         raise ValueError(
@@ -104,14 +145,30 @@ def blocks_of_full_length(config: ModelConfig, block_size: int) -> int:
     return -(-config.max_seq_len // block_size)
 
 
-@torch.inference_mode()
-def _gpu_room(model: Transformer, share: float, token_budget: int) -> float:
+def _pass_bytes(model: Transformer, *, max_num_seqs: int, token_budget: int) -> int:
+    """Of the GPU, what a pass over so many tokens and its sampling take on top; all of it if they do not fit."""
     device = model.embedding.weight.device
-    tokens = torch.zeros(1, min(token_budget, model.config.max_seq_len), dtype=torch.int64, device=device)
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    model(tokens).float().max(-1)  # all rows through the head and as float32: no step has more
-    activations = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return share * total - (total - free) - activations
+    try:
+        with gpu_of(device):
+            largest_pass(model, token_budget, min(token_budget, max_num_seqs))
+        return torch.cuda.max_memory_allocated(device) - before
+    except torch.OutOfMemoryError:
+        return torch.cuda.mem_get_info(device)[1]
+    finally:
+        torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def largest_pass(model: Transformer, tokens: int, rows: int) -> None:
+    """A pass over so many tokens without attention, whose memory is small, and the sampling of `rows` of them with all
+    that a request can ask for."""
+    device = model.embedding.weight.device
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(tokens, device=device) % model.config.max_seq_len
+    wanted = torch.arange(rows, device=device)
+    logits = model(ids, positions, attention=lambda q, k, v, **_: q.clone(), rows=wanted)[0].float()
+    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=logits.shape[1] - 1, min_p=0.01, repetition_penalty=1.1)
+    sample_on_device(logits, sampling_inputs([(params, [0], Draw(0))] * rows)).read()

@@ -21,6 +21,7 @@ from minillm.serve.run.step_inputs import StepInputs, fill_placeholders
 from minillm.serve.sample.batch import SampledTokens
 from minillm.serve.sample.isolate import sample_isolated
 from minillm.serve.sample.reference import RULED_OUT
+from minillm.serve.sample.seen import SeenTokens
 from minillm.serve.schedule.blocks import COPY, TO_HOST
 
 
@@ -58,6 +59,7 @@ class Runner:
         self.model, self.cache, self.backend = model, cache, backend
         self.tables = BlockTables(table_rows, table_width, cache.pool.device)
         self.graphs = DecodeGraphs(model, cache, backend, self.tables, graphs) if graphs else None
+        self.seen = SeenTokens()
         self.moved = 0
         self._sampled: Tensor | None = None
 
@@ -71,7 +73,7 @@ class Runner:
         if len(step.allowed_rows):
             _rule_out_all_but(outputs.logits, step.allowed_rows, step.allowed_ids)
         if step.sampling is not None:
-            outputs.sampled, outputs.faults = sample_isolated(outputs.logits, step.sampling, before)
+            outputs.sampled, outputs.faults = sample_isolated(outputs.logits, step.sampling, before, self.seen)
             self._sampled = outputs.sampled.ids
         return outputs
 

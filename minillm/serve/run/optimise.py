@@ -1,6 +1,7 @@
 """What makes a model's layers launch fewer kernels: `fuse` joins matrix products, `compile_blocks` what lies between.
 
-`fuse` makes one product of layers that share an input: query, key and value, and a SwiGLU's gate and up.
+`fuse` makes one product of layers that share an input: query, key and value, and a SwiGLU's gate and up. Without a
+compiler it also takes one kernel for the rotation and one for the gate (`minillm/model/elementwise_triton.py`).
 
     q_proj.weight ┐                          one [q + k + v, hidden] matrix; the layers' own parameters become views of
     k_proj.weight ├── rows of one matrix     it, so names, values and memory stay as they are, and so does what is saved
@@ -17,6 +18,9 @@ CUDA graph (`decode_graphs.py`) records compiled kernels like others; its first 
 compile them.
 """
 
+from functools import partial
+from importlib.util import find_spec
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,14 +32,23 @@ from minillm.model.transformer import Block, apply_linears
 
 
 @torch.no_grad()
-def fuse(model: Transformer) -> int:
+def fuse(model: Transformer, *, kernels: bool = False) -> int:
     """Fuses what can be; returns how many groups. For inference: an optimizer made before would miss its parameters.
 
+    kernels: the rotation and the gate, too, as one Triton kernel each, where triton is installed
+    (`minillm/model/elementwise_triton.py`).
     Left alone are layers that are split over ranks, quantized, adapted or shared: anything but a plain `nn.Linear`.
     """
     count = 0
+    kernels = kernels and find_spec("triton") is not None
     for block in model.blocks:
         mlp = getattr(block.mlp, "shared", block.mlp)  # experts hold gate and up as one matrix as it is
+        if kernels:
+            from minillm.model.elementwise_triton import gated_triton, rotate_both_triton
+
+            block.attention.rotate_both = rotate_both_triton
+            if mlp is not None:
+                mlp.gated = partial(gated_triton, *mlp.gated.args)
         for part, names in ((block.attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
             layers = [getattr(part, name, None) for name in names]
             if getattr(part, "linears", None) is apply_linears and _alike(layers):
@@ -58,12 +71,13 @@ class Fused:
                 layer.bias.data = bias
 
     def __call__(self, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-        if layers != self.layers or not self._holds():
+        if layers != self.layers or not (torch.compiler.is_compiling() or self.holds()):
             return apply_linears(x, *layers)
         return F.linear(x, self.weight, self.bias).split_with_sizes(self.sizes, dim=-1)
 
-    def _holds(self) -> bool:
-        """Are the parameters still rows of the matrix? Not after `model.to(...)`, which gives each its own memory."""
+    def holds(self) -> bool:
+        """Are the parameters still rows of the matrix? Not after `model.to(...)`, which gives each its own memory. No
+        compiler can trace addresses, so `CompiledBlock` asks before what it compiled runs."""
         start = self.weight.data_ptr()
         for layer in self.layers:
             if layer.weight.data_ptr() != start or layer.weight.dtype != self.weight.dtype:
@@ -101,6 +115,8 @@ class CompiledBlock:
 
     def __init__(self, block: Block, backend: str):
         self._forward, self._attention = block.forward, _Opaque(block.attention.layer)
+        mlp = getattr(block.mlp, "shared", block.mlp)
+        self._parts = [part for part in (block.attention, mlp) if hasattr(part, "linears")]
         block.attention.layer = 0
         self.compile(backend)
 
@@ -116,6 +132,9 @@ class CompiledBlock:
         *more,
     ) -> Tensor:
         self._attention.function = attention
+        for part in self._parts:
+            if isinstance(part.linears, Fused) and not part.linears.holds():
+                part.linears = apply_linears  # compiled anew without it
         return self._compiled(x, rotation, self._attention, positions, *more)
 
 

@@ -3,10 +3,13 @@
 `[dataclasses.asdict(record) for record in llm.records]` is JSON.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 from minillm.serve.run.step import Step
 from minillm.serve.schedule.scheduler import Scheduler
+
+MOST_ENTRIES = 640_000  # of sequences in steps: some 50 MB, however many sequences a step has
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,24 @@ class StepRecord:
     @property
     def tokens(self) -> int:
         return sum(entry[2] for entry in self.batch)
+
+
+class RecordLog(deque[StepRecord]):
+    """The last `steps` records, or fewer that have MOST_ENTRIES entries together. They come by `append` alone."""
+
+    def __init__(self, steps: int):
+        super().__init__()
+        self.steps, self.entries = steps, 0
+
+    def append(self, new: StepRecord) -> None:
+        super().append(new)
+        self.entries += len(new.batch)
+        while len(self) > self.steps or (self.entries > MOST_ENTRIES and len(self) > 1):
+            self.entries -= len(self.popleft().batch)
+
+    def clear(self) -> None:
+        super().clear()
+        self.entries = 0
 
 
 def record(scheduler: Scheduler, step: Step, *, blocks: bool, **facts) -> StepRecord:

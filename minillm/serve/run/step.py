@@ -12,6 +12,7 @@ import numpy as np
 
 from minillm.serve.requests.request import Sample
 from minillm.serve.run.model_runner import StepOutputs
+from minillm.serve.run.penalties import Penalised, SeenOnHost
 from minillm.serve.run.step_inputs import Row, SamplingInputs, StepInputs, sampling_inputs
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.sequence import Plan, Sequence
@@ -68,6 +69,7 @@ class InputBuilder:
         self._blocks_of_row: list[list[int]] = [[] for _ in self._unused]  # in lists that nothing changes later
         self._places: list[int] = []  # of the flattened tables, to be written with the next step
         self._blocks: list[int] = []
+        self.seen = SeenOnHost()
 
     def start(self, number: int, started: float, plan: Plan) -> Step:
         """The step of a plan, with rows for its sequences."""
@@ -97,7 +99,7 @@ class InputBuilder:
         self._places, self._blocks = [], []
         step.forks = num_samples > len(step.ready)
         allowed_rows, allowed_ids = _allowed(step.ready)
-        sampling = _sampling(step) if sampled and step.ready else None
+        sampling = self._sampling(step) if sampled and step.ready else None
         moves = self.pool.take_moves()  # last: if anything above raises, the next step carries them out
         return StepInputs(
             tokens=np.array(flat, np.int64),
@@ -140,19 +142,22 @@ class InputBuilder:
         row = self._row_of[sequence] = self._unused.pop()
         return row
 
-
-def _sampling(step: Step) -> SamplingInputs:
-    """A row for each sample: one for a sequence, n for one whose prompt ends and that n samples go on from."""
-    ready = step.ready
-    if not step.forks and all([sample.request.params.greedy_only for sample, _, _, _ in ready]):
-        return SamplingInputs(len(ready))
-    rows: list[Row] = []
-    logits_rows: list[int] = []
-    for sample, _, first, _ in ready:
-        samples = [sample] if sample.num_seqs == 1 else sample.request.samples
-        rows += [(each.request.params, each.tokens, each.draw) for each in samples]
-        logits_rows += [first] * len(samples)
-    return sampling_inputs(rows, logits_rows if step.forks else None)
+    def _sampling(self, step: Step) -> SamplingInputs:
+        """A row for each sample: one for a sequence, n for one whose prompt ends and that n samples go on from."""
+        ready = step.ready
+        if not step.forks and all([sample.request.params.greedy_only for sample, _, _, _ in ready]):
+            return SamplingInputs(len(ready))
+        rows: list[Row] = []
+        logits_rows: list[int] = []
+        penalties: list[Penalised] = []
+        for sample, _, first, _ in ready:
+            samples = [sample] if sample.num_seqs == 1 else sample.request.samples
+            if (penalty := sample.request.params.repetition_penalty) != 1:
+                mine = (penalty, self._row_of[sample], sample, sample.tokens)
+                penalties += [Penalised(len(rows) + i, *mine) for i in range(len(samples))]
+            rows += [(each.request.params, each.tokens, each.draw) for each in samples]
+            logits_rows += [first] * len(samples)
+        return sampling_inputs(rows, logits_rows if step.forks else None, self.seen.penalties(penalties))
 
 
 def _allowed(ready: list[Ready]) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minillm.model.draw import Draw
 from minillm.serve.requests.params import SamplingParams
+from minillm.serve.run.penalties import Penalties, penalties_of
 
 Row = tuple[SamplingParams, Sequence[int], Draw]  # what a request asks for; its prompt and answer so far; its draws
 
@@ -29,7 +30,7 @@ class SamplingInputs:
     logits_rows: [t] int64, the row of the logits that each token is sampled from; None = row i for token i.
     temperature, top_k (inf = all), top_p, min_p: [t] float64, see `SamplingParams`. uniform: [t] float64, the random
     number of each. logprobs: [t] int64, how many log-probabilities are wanted; -1 = none.
-    penalty: [p] float64, the repetition penalty of token id penalty_ids[i] in row penalty_rows[i] of the t, int64.
+    penalties: the repetition penalties.
     """
 
     count: int
@@ -40,27 +41,25 @@ class SamplingInputs:
     min_p: np.ndarray | None = None
     uniform: np.ndarray | None = None
     logprobs: np.ndarray | None = None
-    penalty: np.ndarray | None = None
-    penalty_rows: np.ndarray | None = None
-    penalty_ids: np.ndarray | None = None
+    penalties: Penalties | None = None
 
     @property
     def greedy_only(self) -> bool:
         return self.temperature is None
 
 
-def sampling_inputs(rows: Sequence[Row], logits_rows: Sequence[int] | None = None) -> SamplingInputs:
-    """The arrays for these rows. Takes one random number of every row's `Draw` whose temperature is above 0."""
+def sampling_inputs(
+    rows: Sequence[Row], logits_rows: Sequence[int] | None = None, penalties: Penalties | None = None
+) -> SamplingInputs:
+    """The arrays for these rows; penalties: None = from these rows alone.
+
+    Takes one random number of every row's `Draw` whose temperature is above 0.
+    """
     places = None if logits_rows is None else np.array(logits_rows, np.int64)
     if all([params.greedy_only for params, _, _ in rows]):
         return SamplingInputs(len(rows), places)
-    of_row, ids, penalties = [], [], []
-    for row, (params, tokens, _) in enumerate(rows):
-        if params.repetition_penalty != 1:
-            seen = set(tokens)
-            ids += seen
-            of_row += [row] * len(seen)
-            penalties += [params.repetition_penalty] * len(seen)
+    if penalties is None:
+        penalties = penalties_of(rows)
     return SamplingInputs(
         count=len(rows),
         logits_rows=places,
@@ -70,9 +69,7 @@ def sampling_inputs(rows: Sequence[Row], logits_rows: Sequence[int] | None = Non
         min_p=np.array([params.min_p for params, _, _ in rows]),
         uniform=np.array([draw.uniform() if params.temperature > 0 else 0.0 for params, _, draw in rows]),
         logprobs=np.array([-1 if params.logprobs is None else params.logprobs for params, _, _ in rows], np.int64),
-        penalty=np.array(penalties, np.float64),
-        penalty_rows=np.array(of_row, np.int64),
-        penalty_ids=np.array(ids, np.int64),
+        penalties=penalties,
     )
 
 

@@ -22,9 +22,11 @@ from torch import Tensor
 from minillm.model.draw import COLDEST
 from minillm.model.paged.tables import to_device
 from minillm.serve.requests.params import Token, plain_token
-from minillm.serve.run.step_inputs import SamplingInputs, fill_placeholders
+from minillm.serve.run.step_inputs import SamplingInputs
 from minillm.serve.sample import selection
 from minillm.serve.sample.reference import described
+from minillm.serve.sample.rows_triton import can_sample_rows, sample_rows
+from minillm.serve.sample.seen import SeenTokens
 from minillm.serve.sample.selection import LastKept, last_kept, row_sum, sum_above
 
 NOT_FINITE, UNCERTAIN = -1, -2  # instead of an id: logits of NaN or infinity; the row has to be sorted
@@ -32,10 +34,13 @@ CANDIDATES = 2048  # a top-k below it sorts what it keeps
 ROWS_AT_ONCE = 8  # on a CPU, whose caches hold no more
 
 
-def sample_on_device(logits: Tensor, inputs: SamplingInputs, sampled: Tensor | None = None) -> "SampledTokens":
+def sample_on_device(
+    logits: Tensor, inputs: SamplingInputs, sampled: Tensor | None = None, seen: SeenTokens | None = None
+) -> "SampledTokens":
     """The tokens that `inputs` asks for, before the host reads them. logits: [rows, vocab_size], float32, not changed.
 
-    sampled: what placeholders among `inputs.penalty_ids` stand for, see `fill_placeholders`.
+    sampled: what placeholders among new tokens stand for, see `fill_placeholders`. seen: what the sequences have seen
+    before; None = nothing that `inputs` does not bring.
     """
     if inputs.logits_rows is not None:
         logits = logits.index_select(0, to_device([inputs.logits_rows], logits.device)[0])
@@ -44,7 +49,9 @@ def sample_on_device(logits: Tensor, inputs: SamplingInputs, sampled: Tensor | N
         return SampledTokens(ids, torch.where(most.isfinite(), ids, NOT_FINITE))
     drawn, described_rows = np.flatnonzero(inputs.temperature > 0), np.flatnonzero(inputs.logprobs >= 0)
     drawn_index, described_index = to_device([drawn, described_rows], logits.device)
-    scores = _penalised(logits, inputs, sampled)
+    penalties = inputs.penalties
+    seen = seen or SeenTokens()
+    scores = logits if penalties is None else seen.penalised(logits, penalties, sampled)
     most = scores.amax(-1, keepdim=True)
     ids = flags = drawn_index if len(drawn) == inputs.count else scores.argmax(-1)
     resample = None
@@ -57,18 +64,6 @@ def sample_on_device(logits: Tensor, inputs: SamplingInputs, sampled: Tensor | N
         wanted = dict(zip(described_rows.tolist(), inputs.logprobs[described_rows].tolist(), strict=True))
         result.describe(described_index, wanted, logits)
     return result
-
-
-def _penalised(logits: Tensor, inputs: SamplingInputs, sampled: Tensor | None) -> Tensor:
-    """The logits after the repetition penalty (`reference.penalised`); the very same tensor if no row has one."""
-    if not len(inputs.penalty):
-        return logits
-    arrays = (inputs.penalty_rows, inputs.penalty_ids, inputs.penalty.view(np.int64))
-    rows, ids, penalty = to_device(arrays, logits.device)
-    ids, penalty = fill_placeholders(ids, sampled), penalty.view(torch.float64).float()
-    values = logits[rows, ids]
-    changed = torch.where(values > 0, values / penalty, values * penalty)
-    return logits.index_put((rows, ids), changed)  # an id that is there twice gets the same value twice
 
 
 def _sample_rows(
@@ -116,6 +111,8 @@ def _weights(scores: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
 def _sample_part(weights: Tensor, limits: Tensor, on_host: Sequence[list[float]]) -> tuple[Tensor, Tensor]:
     """(ids, whether they are certain), [rows] each. limits: uniform, top_k, top_p, min_p, [4, rows, 1]. on_host: the
     last three of them, [3][rows]."""
+    if can_sample_rows(weights):
+        return sample_rows(weights, limits), torch.ones(len(weights), dtype=torch.bool, device=weights.device)
     top_k, top_p, min_p = on_host
     near = [row for row, k in enumerate(top_k) if k < CANDIDATES]
     far = [row for row, k in enumerate(top_k) if k >= CANDIDATES]
@@ -160,7 +157,7 @@ def _from_all(
     some_k, some_p, _ = cuts
     width, certain = weights.shape[1], torch.ones_like(min_p, dtype=torch.bool)
     if not any(cuts):
-        return _inverse_transform(weights, uniforms), certain[:, 0]
+        return inverse_transform(weights, uniforms), certain[:, 0]
     last = LastKept(min_p.float(), torch.full_like(min_p, width, dtype=torch.int64), certain)
     whole = kept = row_sum(weights)
     if some_k:
@@ -174,10 +171,10 @@ def _from_all(
         last = found._replace(certain=found.certain & last.certain).where(top_p < 1, last)
     least = min_p.float()
     last = LastKept(least, torch.full_like(last.place, width), last.certain).where(least > last.weight, last)
-    return _inverse_transform(weights, uniforms, last), last.certain[:, 0]
+    return inverse_transform(weights, uniforms, last), last.certain[:, 0]
 
 
-def _inverse_transform(weights: Tensor, uniforms: Tensor, last: LastKept | None = None) -> Tensor:
+def inverse_transform(weights: Tensor, uniforms: Tensor, last: LastKept | None = None) -> Tensor:
     """[rows]: where the running sum of the weights that are kept [rows, multiple of PIECE] passes uniforms [rows, 1]
     of the whole; None = all are kept.
 

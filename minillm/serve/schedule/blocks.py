@@ -12,6 +12,7 @@ locked: the engine that owns it takes one lock around everything that schedules.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 from minillm.predict.model import windowed_blocks
 from minillm.serve.numbers import check_whole
@@ -22,33 +23,38 @@ COPY, TO_HOST, FROM_HOST = range(3)  # on the device; device to host; host to de
 class Prefix:
     """The tokens from the start of a sequence to the end of one full block, as a chain of blocks: the key of the cache.
 
-    The hash covers the whole chain. Equality compares every token of it, so two prefixes with one hash are never taken
-    for each other; it stops early where both chains share an object, and `BlockPool.lookup` makes them share one.
+    The hash covers the whole chain and is the same in every process, for a router to compare. Equality compares every
+    token; chains that were found equal share their objects from then on, where the next comparison ends.
     """
 
     __slots__ = ("hash", "parent", "tokens")
 
     def __init__(self, parent: "Prefix | None", tokens: tuple):
         self.parent, self.tokens = parent, tokens
-        self.hash = hash((parent and parent.hash, tokens))
+        self.hash = hash((0 if parent is None else parent.hash, tokens))
 
     def __hash__(self) -> int:
         return self.hash
 
     def __eq__(self, other: object) -> bool:
-        mine, theirs = self, other
+        mine, theirs, equal = self, other, []
         while mine is not theirs:
             if not isinstance(mine, Prefix) or not isinstance(theirs, Prefix):
                 return False
             if mine.hash != theirs.hash or mine.tokens != theirs.tokens:
                 return False
+            equal.append((mine, theirs))
             mine, theirs = mine.parent, theirs.parent
+        for one, another in equal:
+            one.parent = another.parent
         return True
 
 
 def cache_namespace(adapter: str | None = None, salt: str | None = None) -> Prefix:
-    """Where chains begin. Keys and values depend on the adapter; a tenant's salt keeps its prefixes to itself."""
-    return Prefix(None, ("root", adapter, salt))
+    """Where chains begin. Keys and values depend on the adapter; a tenant's salt keeps its prefixes to itself. Both are
+    digested, because Python's own hash of a text differs from process to process."""
+    digest = blake2b(repr((adapter, salt)).encode(), digest_size=32).digest()
+    return Prefix(None, (int.from_bytes(digest),))
 
 
 class BlockPool:
@@ -169,14 +175,9 @@ class BlockPool:
         self.copied += 1
 
     def lookup(self, chain: Iterable[Prefix]) -> list[int]:
-        """The blocks of the longest cached beginning of a chain; not yet held: `share` them before anything else.
-
-        A prefix's parent becomes the cached key that equals it, so that comparing the prefix ends there.
-        """
+        """The blocks of the longest cached beginning of a chain; not yet held: `share` them before anything else."""
         hits: list[int] = []
         for prefix in chain:
-            if hits:
-                prefix.parent = self._prefix[hits[-1]]
             block = self._cache.get(prefix)
             if block is None or block in self.withheld:
                 break
@@ -185,7 +186,7 @@ class BlockPool:
 
     def lookup_seen(self, chain: Sequence[Prefix]) -> list[int]:
         """`lookup` for a window: of a beginning only the blocks that its next token sees have to be cached; any number
-        stands for the others. Compares the prefixes of the last ones whole."""
+        stands for the others."""
         seen: list[int] = []  # from the end
         for place in reversed(range(len(chain))):
             block = self._cache.get(chain[place])

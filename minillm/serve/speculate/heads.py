@@ -1,4 +1,4 @@
-"""What the trained proposers share: their weights in a folder, the target's hidden states, and the choice of a token.
+"""What the trained proposers share: their weights in a folder, and the target's hidden states.
 
 checkpoints/medusa/model.safetensors   the head's own tensors in bfloat16; what it borrows of the target is not in it
 checkpoints/medusa/config.json         its sizes, and those of the target that it was trained on
@@ -17,24 +17,8 @@ from minillm.model import AttentionFunction, Transformer
 from minillm.model.generate import CHECKPOINTS
 from minillm.model.hf import weights
 from minillm.model.hf.write import write
-from minillm.serve.sample.reference import filtered
-from minillm.serve.speculate.proposal import DraftRequest
-from minillm.serve.speculate.verify import choose, distribution
 
 Head = TypeVar("Head", bound=nn.Module)
-
-
-def guess(logits: Tensor, asked: DraftRequest, drafted: list[int], *, drawn: bool = True) -> tuple[int, Tensor | None]:
-    """The next drafted token and the distribution it was drawn from, or None where nothing was drawn.
-
-    logits: [vocab_size], float32, on the CPU. drafted: what is drafted already (the repetition penalty counts it).
-    At temperature 0, or without `drawn`, it is the likeliest token.
-    """
-    seen = [*asked.tokens, *drafted]
-    if asked.params.temperature == 0 or not drawn:
-        return int(filtered(logits, asked.params, seen).argmax()), None
-    probabilities = distribution(logits, asked.params, seen)
-    return choose(probabilities, asked.draw), probabilities
 
 
 def hidden_states(

@@ -64,6 +64,7 @@ def rounds(
         guessed = draft.tokens if draft else []
         row = torch.tensor([[*tokens[start:], *guessed]], device=weight.device)
         where = torch.arange(start, start + row.shape[1], device=weight.device)
+        cache.begin(where, start)
         hidden = hidden_states(target, row, where, cache)[-1]
         logits = target.logits(hidden[:, -len(guessed) - 1 :])[0].float().cpu()
         p = [distribution(x, params, [*tokens, *guessed[:i]]) for i, x in enumerate(logits)]

@@ -10,26 +10,30 @@ sequence the draft, never the answer.
 """
 
 from collections.abc import Iterable
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.model import ModelConfig
-from minillm.serve.requests.params import Token
+from minillm.model.paged.tables import to_device
+from minillm.serve.requests.params import Token, plain_token
 from minillm.serve.requests.request import Sample
+from minillm.serve.run.penalties import SeenOnHost
 from minillm.serve.run.step import Step
 from minillm.serve.sample.batch import NOT_FINITE
-from minillm.serve.sample.reference import described, filtered
+from minillm.serve.sample.seen import SeenTokens
 from minillm.serve.schedule.sequence import Plan
 from minillm.serve.speculate.adaptive import AdaptiveK, Counts
+from minillm.serve.speculate.on_device import RowToVerify, Verdict, accepted_tokens, described_rows, verdicts
 from minillm.serve.speculate.proposal import Draft, DraftRequest, DraftState, Proposer
-from minillm.serve.speculate.verify import distribution, verify, verify_greedy
 
 
 class Speculation:
     """proposer: of the drafts. k: tokens of a draft: a number, "adaptive" or an AdaptiveK.
 
-    counts: of all draft tokens checked so far.
+    counts: of all draft tokens checked so far. judge: `verdicts`.
     """
 
     def __init__(self, proposer: Proposer, k: int | str | AdaptiveK, config: ModelConfig):
@@ -53,6 +57,7 @@ class Speculation:
         self.on_verified = getattr(proposer, "on_verified", None)
         self.counts = Counts()
         self._error: str | None = None
+        self.judge, self._seen_on_host, self._seen = verdicts, SeenOnHost(), SeenTokens()
 
     def draft(self, step: Step) -> None:
         """Gives each sample of the step draft tokens to check: the rest of its draft, or of a new one."""
@@ -73,54 +78,48 @@ class Speculation:
         None: its logits are not finite; no tokens: they are not finite because of the draft, which is dropped.
         """
         logits = step.outputs.logits
-        if not all([sample.request.params.greedy_only for sample, _, _, _ in step.ready]):
-            logits = logits.cpu()  # drafts are checked there; for greedy ones the likeliest tokens say all
-        most, likeliest = logits.max(-1)
-        best = torch.where(most.isfinite(), likeliest, NOT_FINITE).tolist()
+        if all([sample.request.params.greedy_only for sample, _, _, _ in step.ready]):
+            most, likeliest = logits.max(-1)
+            best = torch.where(most.isfinite(), likeliest, NOT_FINITE).tolist()
+            found = [[Verdict(token, token, False) for token in best[start:end]] for _, _, start, end in step.ready]
+            faults: list[tuple[Sample, Exception]] = []
+        else:
+            found, faults = self._verdicts(step, logits)
         verified: list[list[Token] | None] = []
-        faults: list[tuple[Sample, Exception]] = []
-        for sample, _, start, end in step.ready:
-            ended = sample.reason is not None or any(sample.request is other.request for other, _ in faults)
-            if best[start] < 0 and (ended or end - start == 1):
+        failed = {sample.request for sample, _ in faults}
+        for (sample, _, start, end), mine in zip(step.ready, found, strict=True):
+            ended = sample.reason is not None or sample.request in failed
+            finite = bool(mine) and mine[0].likeliest >= 0
+            if mine and not finite and (ended or end - start == 1):
                 verified.append(None)
             elif ended:
                 verified.append([])
-            elif best[start] < 0:  # a draft token may have spoilt it: 0 · nan is nan, also behind a mask
+            elif not finite:  # a draft token may have spoilt it: 0 · nan is nan, also behind a mask
                 sample.drafting.draft, sample.num_draft_tokens = None, 0
                 verified.append([])
             else:
-                usable = next((row for row in range(start, end) if best[row] < 0), end)
-                try:
-                    verified.append(self.check(sample, logits[start:usable], best[start:usable]))
-                except Exception as failure:
-                    faults.append((sample, failure))
-                    verified.append([])
+                usable = next((place for place, verdict in enumerate(mine) if verdict.likeliest < 0), len(mine))
+                verified.append([plain_token(token) for token in self.check(sample, mine[:usable])])
+        self._describe(step, logits, verified)
         return verified, faults
 
-    def check(self, sample: Sample, logits: Tensor, likeliest: list[int]) -> list[Token]:
-        """The next tokens, from logits [draft tokens + 1, vocab_size]. likeliest: their largest."""
+    def check(self, sample: Sample, found: list[Verdict]) -> list[int]:
+        """The next tokens, by the verdicts on its draft's tokens and on what comes after them."""
         params, state = sample.request.params, self._state(sample)
         draft = state.draft or Draft([])
-        checked = min(len(logits), len(draft.tokens))
+        checked = min(len(found), len(draft.tokens))
         if self.on_verified is not None:
             try:
-                tokens, right = draft.tokens[:checked], likeliest[: checked + 1]
+                tokens, right = draft.tokens[:checked], [verdict.likeliest for verdict in found[: checked + 1]]
                 self.on_verified(sample.name, sample.tokens, tokens, right)
             except Exception as failure:
                 self._failed(sample, "on_verified", failure)
-        seen = [sample.tokens + draft.tokens[:place] for place in range(len(logits))]
-        if params.temperature > 0:
-            rows = [distribution(row, params, known) for row, known in zip(logits, seen, strict=True)]
-            ids = verify(torch.stack(rows), draft, sample.draw)
-        else:
-            if params.repetition_penalty != 1:
-                pairs = zip(logits, seen, strict=True)
-                likeliest = [int(filtered(row, params, known).argmax()) for row, known in pairs]
-            ids = verify_greedy(likeliest, draft)
+        ids, numbers = accepted_tokens(draft, found, params)
+        sample.draw.count += numbers
         accepted = next((i for i in range(checked) if ids[i] != draft.tokens[i]), checked)
         self._count(sample, state, checked, accepted)
         state.draft = None
-        if len(logits) <= len(draft.tokens) and accepted == len(logits):  # the rest of the draft is still to be checked
+        if len(found) <= len(draft.tokens) and accepted == len(found):  # the rest of the draft is still to be checked
             rest = None if draft.probabilities is None else draft.probabilities[accepted:]
             state.draft, state.place = Draft(draft.tokens[accepted:], rest), state.place + accepted
             if params.temperature == 0 and not state.draft.tokens:
@@ -129,7 +128,65 @@ class Speculation:
             if isinstance(self.k, AdaptiveK):
                 state.tried, state.kept = self.k.fade(state.tried, state.kept, state.checked, state.accepted)
             state.drafts, state.checked, state.accepted = state.drafts + 1, 0, 0
-        return [described(token, row, params.logprobs) for token, row in zip(ids, logits, strict=False)]
+        return ids
+
+    def _verdicts(self, step: Step, logits: Tensor) -> tuple[list[list[Verdict]], list[tuple[Sample, Exception]]]:
+        """(of each of `step.ready`, what raised for which). If it raises for all together, each is tried alone, and
+        only the culprits get none."""
+        rows_of = {sample: row for (sample, _), row in zip(step.plan.batch, step.rows, strict=True)}
+        owners = {start: sample for sample, _, start, _ in reversed(step.ready)}  # of forks, the one that has a row
+        wanted, index = [], []
+        for sample, _, start, end in step.ready:
+            owner = owners[start]
+            wanted.append(self._rows(sample, end - start, rows_of.get(owner, 0), owner))
+            index += range(start, end)
+        if step.forks:
+            [places] = to_device([np.array(index, np.int64)], logits.device)
+            logits = logits.index_select(0, places)
+        sizes = [len(rows) for rows in wanted]
+        try:
+            flat = self.judge(logits, [row for rows in wanted for row in rows], self._seen_on_host, self._seen)
+            return [flat[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)], []
+        except Exception:
+            found, faults = [], []
+            for (sample, *_), rows, part in zip(step.ready, wanted, logits.split(sizes), strict=True):
+                try:
+                    found.append(self.judge(part, rows, self._seen_on_host, self._seen))
+                except Exception as failure:
+                    found.append([])
+                    faults.append((sample, failure))
+            return found, faults
+
+    def _rows(self, sample: Sample, count: int, seen_row: int, owner: Sample) -> list[RowToVerify]:
+        """What is to be known of the sample's rows of logits. Takes no random number: which are used shows later."""
+        draft, draw = self._state(sample).draft or Draft([]), sample.draw
+        before = draw.count
+        numbers = [draw.uniform() for _ in range(count + 1)] if sample.request.params.temperature > 0 else None
+        draw.count = before
+        return [
+            RowToVerify(
+                sample.request.params,
+                draft.tokens[:place],
+                draft.tokens[place] if place < len(draft.tokens) else None,
+                None if draft.probabilities is None or place >= len(draft.tokens) else draft.probabilities[place],
+                (numbers[place], numbers[place + 1]) if numbers else (0.0, 0.0),
+                seen_row,
+                owner,
+                sample.tokens,
+            )
+            for place in range(count)
+        ]
+
+    def _describe(self, step: Step, logits: Tensor, verified: list[list[Token] | None]) -> None:
+        """Log-probabilities for the tokens of those that asked for them: one more read, if there are any."""
+        wanted, where = [], []
+        for number, ((sample, _, start, _), tokens) in enumerate(zip(step.ready, verified, strict=True)):
+            if (count := sample.request.params.logprobs) is not None:
+                for place, token in enumerate(tokens or ()):
+                    wanted.append((start + place, token.id, count))
+                    where.append((number, place))
+        for (number, place), token in zip(where, described_rows(logits, wanted) if wanted else (), strict=True):
+            verified[number][place] = token
 
     def request_draft(self, sample: Sample) -> None:
         """Says how many draft tokens the sample would like checked in its next step."""

@@ -2,7 +2,7 @@
 
 import importlib.machinery
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ class Wrapper:
     """BatchPrefillWithPagedKVCacheWrapper: query i of a sequence stands at the end of its keys, window_left is the
     number of keys before its own that it sees."""
 
-    def __init__(self, workspace, kv_layout):
-        assert kv_layout == "NHD" and workspace.dtype is torch.uint8
+    def __init__(self, workspace, kv_layout, *, backend):
+        assert kv_layout == "NHD" and workspace.dtype is torch.uint8 and not workspace.any() and backend == "fa2"
 
     def plan(self, qo_indptr, kv_indptr, indices, last_page_len, heads, kv_heads, head_dim, page_size, **options):
         for each in (qo_indptr, kv_indptr, indices, last_page_len):
@@ -46,18 +46,34 @@ class Wrapper:
         return torch.cat(parts)
 
 
+class DecodeWrapper(Wrapper):
+    """BatchDecodeWithPagedKVCacheWrapper: one query a sequence, at the end of its keys."""
+
+    def __init__(self, workspace, kv_layout, *, use_tensor_cores, backend):
+        super().__init__(workspace, kv_layout, backend=backend)
+        self.use_tensor_cores = use_tensor_cores
+
+    def plan(self, indptr, indices, last_page_len, *sizes, **options):
+        queries = torch.arange(len(indptr), dtype=torch.int32)
+        super().plan(queries, indptr, indices, last_page_len, *sizes, causal=True, **options)
+        assert self.use_tensor_cores == (self.sizes[4] >= 4)
+
+
 @pytest.fixture
 def installed(monkeypatch):
     module = ModuleType("flashinfer")
     module.__spec__ = importlib.machinery.ModuleSpec("flashinfer", None)
     module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
+    module.BatchDecodeWithPagedKVCacheWrapper = DecodeWrapper
     monkeypatch.setitem(sys.modules, "flashinfer", module)
 
 
 @pytest.mark.parametrize("window, soft_cap", [(None, None), (3, None), (20, 0.5)])
-def test_equals_the_loop_over_blocks(installed, window, soft_cap):
-    lengths = [(1, 30), (7, 12), (1, 1), (16, 16), (2, 9)]
-    parts, pools, tables = scattered(0, lengths, 4, 2, 4, 16)
+@pytest.mark.parametrize(
+    "heads, lengths", [(4, [(1, 30), (7, 12), (1, 1), (16, 16), (2, 9)]), (4, [(1, 30), (1, 1)]), (8, [(1, 9), (1, 4)])]
+)
+def test_equals_the_loop_over_blocks(installed, heads, lengths, window, soft_cap):
+    parts, pools, tables = scattered(0, lengths, heads, 2, 4, 16)
     q, pools = torch.cat([part[0] for part in parts]).bfloat16(), [pool.bfloat16() for pool in pools]
     where = (tables, *zip(*lengths, strict=True))
     options = {"window": window} | ({} if soft_cap is None else {"soft_cap": soft_cap})
@@ -72,9 +88,51 @@ def test_in_the_engine_with_layers_of_two_kinds(installed):
     model = Transformer(ModelConfig(50, 32, 64, 3, 4, 2, max_seq_len=32, init_std=0.2, **kinds), seed=3).bfloat16()
     prompts, found = [[1, 2, 3, 4, 5, 6, 7], [10], [1, 2, 3, 4, 9]], []
     for backend in (gathered, FlashInfer()):
-        outputs = LLM(model, block_size=2, chunk=3, backend=backend).generate(prompts, SamplingParams(max_tokens=1))
-        found.append([output.answers[0].ids for output in outputs])
-    assert found[0] == found[1] and len(backend._wrappers) == 2
+        outputs = LLM(model, block_size=2, chunk=3, backend=backend).generate(prompts, SamplingParams(max_tokens=2))
+        found.append([output.answers[0].ids[:1] for output in outputs])
+    assert found[0] == found[1] and len(backend._wrappers) == 4  # two kinds of layers, prompts and single tokens
+
+
+class LateDevice:
+    """A device that carries out copies from pinned memory when it is waited for, not when they are launched."""
+
+    def __init__(self):
+        self.queue = []
+
+    def wait(self):
+        for copy in self.queue:
+            copy()
+        self.queue.clear()
+
+    def recorded_event(self):
+        return SimpleNamespace(synchronize=self.wait)
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_plan_is_not_written_over_before_it_is_copied(installed, monkeypatch):
+    """Two passes of which the host reads nothing: FlashInfer's plan goes through one pinned buffer."""
+    device = LateDevice()
+    pinned, copied = [None], []
+
+    class Late(Wrapper):
+        def plan(self, qo_indptr, *rest, **options):
+            super().plan(qo_indptr, *rest, **options)
+            pinned[0] = qo_indptr.tolist()
+            device.queue.append(lambda: copied.append(pinned[0]))
+
+    monkeypatch.setattr(sys.modules["flashinfer"], "BatchPrefillWithPagedKVCacheWrapper", Late)
+    monkeypatch.setattr("minillm.model.paged.flashinfer.recorded_event", device.recorded_event)
+    backend, wanted = FlashInfer(), []
+    for lengths in ([(3, 8)], [(5, 9)], [(2, 4), (4, 4)]):
+        parts, pools, tables = scattered(0, lengths, 4, 2, 4, 16)
+        q, pools = torch.cat([part[0] for part in parts]).bfloat16(), [pool.bfloat16() for pool in pools]
+        backend.prepare(q.as_subclass(OnGPU), pools[0], tables, *zip(*lengths, strict=True), window=None)
+        wanted.append([0, *torch.tensor([count for count, _ in lengths]).cumsum(0).tolist()])
+    device.wait()
+    assert copied == wanted
 
 
 def test_what_it_cannot_do_is_told(installed, monkeypatch):

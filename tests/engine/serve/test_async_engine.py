@@ -176,3 +176,42 @@ def test_progress_over_many_prompts(capsys):
     for progress, shown in ((True, True), (None, False), (False, False)):  # standard error is no terminal here
         outputs = llm.generate([[1]] * 20, SamplingParams(max_tokens=2), progress=progress)
         assert len(outputs) == 20 and ("20/20" in capsys.readouterr().err) == shown
+
+
+def test_a_step_calls_the_event_loop_once_however_many_listen(monkeypatch):
+    async def use(server):
+        loop, calls = asyncio.get_running_loop(), []
+        call = loop.call_soon_threadsafe
+
+        def counted(function, *arguments):
+            calls.append(threading.current_thread().name)
+            return call(function, *arguments)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        streams = [tokens_of(server.stream(prompt, SamplingParams(max_tokens=9))) for prompt in PROMPTS * 2]
+        found = await asyncio.gather(*streams)
+        assert found == [naive(prompt, 9) for prompt in PROMPTS * 2]
+        assert calls.count("minillm engine") <= len(server.llm.records) < sum(map(len, found))
+
+    run(use)
+
+
+def test_a_prompt_becomes_tokens_in_a_thread(monkeypatch):
+    tokenizer, names = Tokenizer.load(), []
+    config = ModelConfig(tokenizer.vocab_size, 32, 64, 1, 2, max_seq_len=64, tie_embeddings=True)
+    encode = tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer,
+        "encode",
+        lambda text: names.append(threading.current_thread() is threading.main_thread()) or encode(text),
+    )
+
+    async def main():
+        async with AsyncLLM(LLM(Transformer(config, seed=3), tokenizer=tokenizer)) as server:
+            await server.generate("def f(x):", SamplingParams(max_tokens=2))
+            assert [delta async for delta in await server.open("def ", SamplingParams(max_tokens=2))]
+            with pytest.raises(ValueError, match="a prompt of 64 tokens does not fit"):
+                await server.open([1] * 64)
+
+    asyncio.run(main())
+    assert names == [False, False]

@@ -181,8 +181,8 @@ def test_a_request_whose_sampling_raises_ends_alone(speculating, temperature, mo
     monkeypatch.setattr(isolate, "sample_on_device", batch)
     llm = LLM(MODEL, block_size=4, num_blocks=40, **options)
     if speculating:
-        check = spoilt(llm.speculation.check, lambda sample, logits, likeliest: [sample.request.params.min_p])
-        monkeypatch.setattr(llm.speculation, "check", check)
+        judge = spoilt(llm.speculation.judge, lambda logits, rows, *_: [row.params.min_p for row in rows])
+        monkeypatch.setattr(llm.speculation, "judge", judge)
     found = llm.generate(prompts, params)
     assert [output.answers[0].ids for output in found[:3]] == [output.answers[0].ids for output in right[:3]]
     assert all(output.error is None for output in found[:3])

@@ -1,5 +1,8 @@
 """The pool as a state machine over real contents: whoever reads through a block table finds his own tokens."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -265,3 +268,34 @@ def test_a_lookup_compares_each_cached_block_once():
     CountedTokens.compared = 0
     assert pool.lookup(mine) == held  # again, as a request that waits for blocks does at every step
     assert CountedTokens.compared <= 2 * blocks
+
+
+def test_so_does_one_that_asks_for_the_last_blocks_only():
+    """`lookup_seen`, for a window, and after an eviction: the chain is walked once, not once for each block."""
+    blocks = 400
+
+    def chain():
+        prefixes = [cache_namespace()]
+        for number in range(blocks):
+            prefixes.append(Prefix(prefixes[-1], CountedTokens((number, number))))
+        return prefixes[1:]
+
+    pool = BlockPool(blocks, 2, window=600)
+    for block, prefix in zip(pool.allocate(blocks), chain(), strict=True):
+        pool.cache_block(block, prefix)
+    CountedTokens.compared = 0
+    assert len(pool.lookup_seen(chain())) == blocks
+    assert CountedTokens.compared <= 2 * blocks
+
+
+def test_the_hash_of_a_prefix_is_the_same_in_every_process():
+    code = (
+        "from minillm.serve.schedule.blocks import Prefix, cache_namespace as root;"
+        "print(hash(Prefix(Prefix(root('adapter', 'tenant'), (1, 2, 3)), (4,))), hash(root()), hash(root('a', 'b')))"
+    )
+    found = set()
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        found.add(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout)
+    [said] = found
+    assert len(set(said.split())) == 3

@@ -174,6 +174,7 @@ def test_options_that_do_not_go_together(folder, tmp_path, capsys):
         (["--speculate", "ngram", "--seed", str(2**63)], "must be below 2**63"),
         (["--k", "3"], "--k 3 is a number of draft tokens: add --speculate NAME, which proposes them"),
         (["--kv", "int4"], "--kv int4 is unknown: use one of int8, fp8"),
+        (["--max-num-seqs", "4"], "--max-num-seqs 4 is of a file of prompts: give one with --batch FILE"),
     ],
 )
 def test_what_one_prompt_cannot_have(folder, capsys, options, message):
@@ -200,6 +201,19 @@ def test_a_json_file_that_cannot_be_written_is_refused_before_the_work(folder, t
     for target in (kept, tmp_path / "new.json"):
         assert batch(folder, tmp_path, "", "--json", str(target)) == 2
     assert kept.read_text() == "mine" and not (tmp_path / "new.json").exists()
+
+
+def test_a_file_of_prompts_takes_no_more_blocks_than_the_memory_holds(folder, tmp_path, capsys, monkeypatch):
+    """40 prompts want 160 blocks; the memory holds 9 of them, so most prompts wait."""
+    engines, make = [], command_module.LLM
+    monkeypatch.setattr(command_module, "LLM", lambda *args, **how: engines.append(make(*args, **how)) or engines[-1])
+    ram = type("Memory", (), {"available": 9.5 / 0.3 * 16 * 2 * 32 * 4, "total": 64e9})
+    monkeypatch.setattr("minillm.serve.run.memory.psutil.virtual_memory", lambda: ram)
+    options = ["--max-new-tokens", "40", "--max-num-seqs", "8", "--token-budget", "100"]
+    assert batch(folder, tmp_path, "class A\n" * 40, *options) == 0
+    assert capsys.readouterr().out.count("--- line") == 40
+    assert engines[0].pool.total == 9
+    assert (engines[0].scheduler.max_num_seqs, engines[0].scheduler.token_budget) == (8, 100)
 
 
 def test_a_failed_request_is_shown_and_the_exit_status_says_so(folder, tmp_path, capsys, monkeypatch):

@@ -58,6 +58,24 @@ def test_fused_products_graphs_and_a_second_engine(monkeypatch):
 
 
 @pytest.mark.full
+def test_fused_products_break_no_graph():
+    """Comparing addresses cannot be traced: a block is two graphs, before attention and after it, fused or not."""
+    found = []
+    for fused in (False, True):
+        torch.compiler.reset()
+        counters.clear()
+        model = same_tokens({"num_layers": 2}, "eager", count=3, fused=fused)
+        found.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+    assert found[0] == found[1], found
+    model.double()  # each has its own memory again
+    plain = Transformer(model.config, seed=3).double()
+    tokens = torch.arange(6).view(1, 6)
+    torch.testing.assert_close(model(tokens), plain(tokens))
+    model.blocks[0].mlp.gate_proj.weight.data.zero_(), plain.blocks[0].mlp.gate_proj.weight.data.zero_()
+    torch.testing.assert_close(model(tokens), plain(tokens))
+
+
+@pytest.mark.full
 def test_ahead_of_time():
     same_tokens({"num_layers": 1}, "aot_eager", count=2)
 

@@ -19,6 +19,7 @@ from minillm.serve import LLM, BlockPool, Plan, SamplingParams, Sequence
 from minillm.serve.run.decode_graphs import DecodeGraphs
 from minillm.serve.run.model_runner import Runner, StepOutputs
 from minillm.serve.run.step import InputBuilder
+from minillm.serve.run.warm_up import passes
 from minillm.serve.speculate import NGram
 
 
@@ -81,6 +82,28 @@ def test_without_recording_the_function_itself_is_called():
     outputs = llm.generate(prompts, SamplingParams(max_tokens=8))
     assert [output.answers[0].ids for output in outputs] == [list(generate(model, prompt, 8)) for prompt in prompts]
     assert llm.runner.graphs.graphs
+
+
+def test_a_warm_up_records_all_graphs_the_largest_first(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(DecodeGraphs, "_record", lambda self, compute: recorded.append(len(compute())) or compute)
+    model, requests = Transformer(CONFIG, seed=2), mixed_requests(20)
+    llm = LLM(model, graphs=True, warm_up=True, max_num_seqs=12, token_budget=64, block_size=4)
+    assert recorded == [12, 8, 4, 2, 1]
+    outputs = served(llm, requests)
+    for output, (prompt, params, _, _) in zip(outputs, requests, strict=True):
+        assert [answer.ids for answer in output.answers] == alone(model, prompt, params)
+    assert recorded == [12, 8, 4, 2, 1], "nothing is recorded while requests wait"
+    nothing_left(llm)
+
+
+def test_a_warm_up_compiles_for_all_heights_of_tiles_and_splits():
+    sizes = passes(8192, 1 << 15)
+    assert sizes[:4] == [(8192, 8192), (128, 128), (16, 16), (2, 2)]
+    assert sizes[4:] == [(1, 1), *((1, 256 << power) for power in range(8))]
+    assert passes(64, 40)[0] == (40, 40)
+    llm = LLM(Transformer(CONFIG, seed=2), graphs=False, warm_up=True, token_budget=64, block_size=4)
+    nothing_left(llm)
 
 
 @torch.no_grad()

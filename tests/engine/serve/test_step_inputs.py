@@ -12,6 +12,7 @@ from test_async_scheduling import MODEL, TIGHT, everything
 from minillm.model.paged import PagedCache
 from minillm.serve import LLM
 from minillm.serve.run.model_runner import Runner
+from minillm.serve.run.penalties import Penalties
 from minillm.serve.run.step_inputs import SamplingInputs, StepInputs
 from minillm.serve.schedule.blocks import COPY, FROM_HOST, TO_HOST
 
@@ -61,7 +62,7 @@ def test_a_step_holds_arrays_of_whole_numbers_alone():
         assert len(step.starts) == len(step.counts) == len(step.rows) and len(step.tokens) == step.counts.sum()
         for each in fields(SamplingInputs) if step.sampling is not None else ():
             value = getattr(step.sampling, each.name)
-            assert value is None or isinstance(value, int | np.ndarray)
+            assert value is None or isinstance(value, int | np.ndarray | Penalties)
 
 
 def test_moves_of_a_step_that_was_not_executed_are_made_up_for():

@@ -9,19 +9,22 @@ only as far as its tokens are what they were computed for.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.model import Transformer
-from minillm.model.paged import PagedCache, gathered
+from minillm.model.paged import Backend, PagedCache, default_backend
+from minillm.model.paged.tables import to_device
 from minillm.serve.numbers import check_whole
 from minillm.serve.run.memory import blocks_of_full_length, draft_num_blocks
+from minillm.serve.run.optimise import fuse
 from minillm.serve.schedule.blocks import BlockPool
+from minillm.serve.speculate.on_device import next_guesses
 from minillm.serve.speculate.proposal import Draft, DraftRequest
-from minillm.serve.speculate.verify import choose, distribution
 
 
 @dataclass(eq=False)
@@ -30,6 +33,7 @@ class _Kept:
 
     tokens: list[int] = field(default_factory=list)
     known: int = 0
+    computed: int = 0  # of the tokens of a draft under way, too
     blocks: list[int] = field(default_factory=list)
 
     def rewind(self, tokens: list[int]) -> None:
@@ -37,15 +41,16 @@ class _Kept:
         place = min(self.known, len(tokens) - 1)
         while place < min(len(self.tokens), len(tokens) - 1) and self.tokens[place] == tokens[place]:
             place += 1
-        self.known = place
+        self.known = self.computed = place
         del self.tokens[place:]
 
 
 class DraftModel:
     """`LLM(target, proposer=DraftModel(draft), k=4)`.
 
-    num_blocks: of its own cache; None = `memory.draft_num_blocks`. If it is full, who was not asked for
-    longest is dropped and computed again when asked: that costs time and changes no guess. passes: so far.
+    backend: as of `LLM`. num_blocks: of its own cache; None = `memory.draft_num_blocks`. If it is full, the sequence
+    that was not asked for longest is dropped and computed again when asked: that costs time and changes no guess.
+    passes: so far.
     """
 
     wants_hidden = False
@@ -56,7 +61,7 @@ class DraftModel:
         *,
         num_blocks: int | None = None,
         block_size: int = 16,
-        backend: Callable = gathered,
+        backend: Backend | None = None,
         cost: float = 0.1,
     ):
         config, weight = model.config, model.embedding.weight
@@ -67,7 +72,10 @@ class DraftModel:
             raise ValueError(
                 f"num_blocks {num_blocks} is too few: one sequence of the draft's full context needs {full}."
             )
-        self.model, self.backend, self.cost, self.vocab_size = model, backend, cost, config.vocab_size
+        self.model, self.cost, self.vocab_size, self.device = model, cost, config.vocab_size, weight.device
+        self.backend = backend or default_backend(weight.device, weight.dtype)
+        if weight.is_cuda:
+            fuse(model, kernels=True)
         self.pool = BlockPool(num_blocks, block_size, prefix_cache=False)
         self.cache = PagedCache(config, num_blocks, block_size, device=weight.device, dtype=weight.dtype)
         self.passes = 0
@@ -114,37 +122,45 @@ class DraftModel:
         return group
 
     def _draft(self, asked: list[DraftRequest], lengths: list[int]) -> list[Draft]:
+        """Draft tokens stay on the device, where the next pass takes them from, until the host reads all of them."""
         kept = [self._kept[each.key] for each in asked]
         for each, mine in zip(asked, kept, strict=True):
             mine.rewind(each.tokens)
         fresh = [each.tokens[mine.known :] for each, mine in zip(asked, kept, strict=True)]
-        guesses: list[list[int]] = [[] for _ in asked]
-        shares: list[list[Tensor]] = [[] for _ in asked]
+        [tokens] = to_device([np.array([token for mine in fresh for token in mine], np.int64)], self.device)
+        counts, drafted, shares = [len(mine) for mine in fresh], [], []
         for position in range(max(lengths)):
             going = [i for i, length in enumerate(lengths) if length > position]
-            logits = self._forward([kept[i] for i in going], [fresh[i] for i in going])
-            likeliest = logits.argmax(-1).tolist()
-            for row, i in enumerate(going):
-                params = asked[i].params
-                if params.temperature == 0 and params.repetition_penalty == 1:
-                    token = likeliest[row]
-                else:
-                    q = distribution(logits[row], params, asked[i].tokens + guesses[i])
-                    token = choose(q, asked[i].draw)
-                    shares[i].append(q)
-                guesses[i].append(token)
-                fresh[i] = [token]
-        for each, mine in zip(asked, kept, strict=True):
+            rows = self._index(going)
+            if position:
+                tokens, counts = drafted[-1].index_select(0, rows), [1] * len(going)
+            logits = self._forward([kept[i] for i in going], tokens, counts)
+            before = torch.stack(drafted, dim=1).index_select(0, rows) if position else None
+            ids, q = next_guesses(logits, [asked[i] for i in going], before)
+            if len(going) < len(asked):
+                ids = ids.new_zeros(len(asked)).index_copy(0, rows, ids)
+            drafted.append(ids)
+            shares.append(dict(zip(going, q if q is not None else [None] * len(going), strict=True)))
+        found = torch.stack(drafted, dim=1).tolist()  # the one read
+        drafts = []
+        for i, (each, mine, length) in enumerate(zip(asked, kept, lengths, strict=True)):
+            guesses = found[i][:length]
+            mine.tokens += [*fresh[i], *guesses[:-1]]
             mine.known = len(each.tokens)
-        return [Draft(g, torch.stack(q) if q else None) for g, q in zip(guesses, shares, strict=True)]
+            q = None if each.params.temperature == 0 else torch.stack([shares[place][i] for place in range(length)])
+            drafts.append(Draft(guesses, q))
+        return drafts
 
-    def _forward(self, kept: list[_Kept], fresh: list[list[int]]) -> Tensor:
-        """One pass over the fresh tokens of each: [sequences, vocab_size] after the last one, float32 on the CPU."""
-        starts = [len(mine.tokens) for mine in kept]
-        paged = self.cache.batch([mine.blocks for mine in kept], starts, [len(f) for f in fresh], self.backend)
-        flat = torch.tensor([[token for tokens in fresh for token in tokens]], device=paged.positions.device)
-        logits = self.model(flat, paged.positions, attention=paged, rows=paged.last_rows)
-        for mine, tokens in zip(kept, fresh, strict=True):
-            mine.tokens += tokens
+    def _forward(self, kept: list[_Kept], tokens: Tensor, counts: list[int]) -> Tensor:
+        """One pass over so many fresh tokens of each, one after the other: [sequences, vocab_size] after the last one,
+        float32."""
+        starts = [mine.computed for mine in kept]
+        paged = self.cache.batch([mine.blocks for mine in kept], starts, counts, self.backend)
+        logits = self.model(tokens[None], paged.positions, attention=paged, rows=paged.last_rows)
+        for mine, count in zip(kept, counts, strict=True):
+            mine.computed += count
         self.passes += 1
-        return logits[0].float().cpu()
+        return logits[0].float()
+
+    def _index(self, rows: list[int]) -> Tensor:
+        return to_device([np.array(rows, np.int64)], self.device)[0]

@@ -16,13 +16,16 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from minillm.model import AttentionFunction, Block, ModelConfig, Transformer, sdpa
+from minillm.model.paged.tables import to_device
 from minillm.model.transformer import RMSNorm
-from minillm.serve.speculate.heads import guess, hidden_states, load
+from minillm.serve.speculate.heads import hidden_states, load
+from minillm.serve.speculate.on_device import next_guesses
 from minillm.serve.speculate.proposal import Draft, DraftRequest
 
 NOWHERE = 1 << 30
@@ -115,20 +118,26 @@ class Eagle:
         attention = PastAndNew([self._memories[one.key] for one in ready])
         feature, longest = self._read(ready, attention), max(one.k for one in ready)
         position = torch.tensor([[len(one.tokens) - 1] for one in ready], device=feature.device)
-        tokens: list[list[int]] = [[] for _ in ready]
-        chances: list[list[Tensor]] = [[] for _ in ready]
+        ids: list[Tensor] = []
+        shares: list[dict[int, Tensor | None]] = []
         for step in range(longest):
-            for row, logits in enumerate(self.target.logits(feature).float().cpu()[:, 0]):
-                if step < ready[row].k:  # no draw more than alone, whatever the others want
-                    token, distribution = guess(logits, ready[row], tokens[row])
-                    tokens[row].append(token)
-                    chances[row] += [] if distribution is None else [distribution]
+            going = [row for row, one in enumerate(ready) if one.k > step]  # no draw more than alone
+            [rows] = to_device([np.array(going, np.int64)], feature.device)
+            logits = self.target.logits(feature).float()[:, 0].index_select(0, rows)
+            before = torch.stack(ids, dim=1).index_select(0, rows) if ids else None
+            found, q = next_guesses(logits, [ready[row] for row in going], before)
+            ids.append(found.new_zeros(len(ready)).index_copy(0, rows, found))
+            shares.append(dict(zip(going, [None] * len(going) if q is None else q, strict=True)))
             if step + 1 < longest:
-                newest, position = torch.tensor([[t[-1]] for t in tokens], device=feature.device), position + 1
-                feature = self.head(newest, feature, position, self.target, attention)
+                position = position + 1
+                feature = self.head(ids[-1][:, None], feature, position, self.target, attention)
+        tokens = torch.stack(ids, dim=1).tolist()  # the one read
         drafts = {
-            one.key: Draft(ids, torch.stack(rows) if rows else None)
-            for one, ids, rows in zip(ready, tokens, chances, strict=True)
+            one.key: Draft(
+                mine[: one.k],
+                None if one.params.temperature == 0 else torch.stack([each[row] for each in shares[: one.k]]),
+            )
+            for row, (one, mine) in enumerate(zip(ready, tokens, strict=True))
         }
         return [drafts.get(one.key, Draft([])) for one in asked]
 

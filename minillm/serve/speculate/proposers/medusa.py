@@ -16,12 +16,15 @@ draft is a chain of each head's best guess (the paper verifies a tree of combina
 from collections.abc import Hashable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.model import ModelConfig, Transformer
-from minillm.serve.speculate.heads import guess, load
+from minillm.model.paged.tables import to_device
+from minillm.serve.speculate.heads import load
+from minillm.serve.speculate.on_device import next_guesses
 from minillm.serve.speculate.proposal import Draft, DraftRequest
 
 
@@ -85,14 +88,24 @@ class Medusa:
         drafts = {}
         if known:
             hidden = torch.stack([self._newest[one.key][1] for one in known])
-            rows = self.heads.logits(hidden, self.target).float().cpu()
-            drafts = {one.key: self._draft(one, row) for one, row in zip(known, rows, strict=True)}
+            drafts = dict(zip([one.key for one in known], self._draft(known, hidden), strict=True))
         return [drafts.get(one.key, Draft([])) for one in asked]
 
-    def _draft(self, asked: DraftRequest, logits: Tensor) -> Draft:
-        tokens, probabilities = [], []
-        for row in logits[: asked.k]:
-            token, distribution = guess(row, asked, tokens, drawn=self.drawn)
-            tokens.append(token)
-            probabilities.append(distribution)
-        return Draft(tokens, None if probabilities[0] is None else torch.stack(probabilities))
+    def _draft(self, known: list[DraftRequest], hidden: Tensor) -> list[Draft]:
+        """One draft for each, from hidden [sequences, hidden_size]. The host reads once."""
+        logits, ids = self.heads.logits(hidden, self.target).float(), []
+        shares: list[dict[int, Tensor]] = []
+        for place in range(min(logits.shape[1], max(one.k for one in known))):
+            going = [row for row, one in enumerate(known) if one.k > place]
+            [rows] = to_device([np.array(going, np.int64)], logits.device)
+            before = torch.stack(ids, dim=1).index_select(0, rows) if ids else None
+            wanted = [known[row] for row in going]
+            found, q = next_guesses(logits[:, place].index_select(0, rows), wanted, before, drawn=self.drawn)
+            ids.append(found.new_zeros(len(known)).index_copy(0, rows, found))
+            shares.append(dict(zip(going, [None] * len(going) if q is None else q, strict=True)))
+        drafts = []
+        for row, (one, tokens) in enumerate(zip(known, torch.stack(ids, dim=1).tolist(), strict=True)):
+            plain = one.params.temperature == 0 or not self.drawn
+            q = None if plain else torch.stack([of_place[row] for of_place in shares[: one.k]])
+            drafts.append(Draft(tokens[: one.k], q))
+        return drafts

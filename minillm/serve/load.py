@@ -1,0 +1,32 @@
+"""A Hugging Face folder as the arguments of an `LLM`: weights, tokenizer, and how its authors sample from it."""
+
+from pathlib import Path
+
+import torch
+
+from minillm.data import Tokenizer
+from minillm.model import load_hf
+from minillm.model.generate import folder_of
+from minillm.model.hf.generation_config import read_generation_config
+
+
+def engine_options(
+    folder: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    max_seq_len: int | None = None,
+    **options,
+) -> dict:
+    """model, tokenizer and generation, beside the other options, which win.
+
+    device: None = the current GPU, without one the CPU. dtype: None = the checkpoint's on a GPU, float32 on the CPU.
+    max_seq_len: the context; None = the checkpoint's.
+    """
+    folder = folder_of(str(folder), option="folder")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype is None and device.type == "cpu":
+        dtype = torch.float32
+    model = load_hf(folder, device=device, dtype=dtype, max_seq_len=max_seq_len)
+    found = {"model": model, "tokenizer": Tokenizer.load(folder), "generation": read_generation_config(folder)}
+    return found | options

@@ -1,0 +1,131 @@
+"""The kernels between a layer's products, in Triton's interpreter, against float64; and how many launches are left. Run
+by test_elementwise_triton.py."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from minillm.model import ModelConfig, Transformer, elementwise_triton
+from minillm.model.elementwise_triton import gated_triton, rotate_both_triton
+from minillm.model.rope import Rope, rotate
+from minillm.model.transformer import FUNCTIONS, gated
+from minillm.serve.run.optimise import fuse
+
+RMS_NORM = torch.nn.functional.rms_norm
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Fails a test in which torch computed instead of the kernel."""
+    for name in ("rotate_both", "gated"):
+        monkeypatch.setattr(elementwise_triton, name, lambda *_, name=name: pytest.fail(f"torch computes {name}"))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, rotary_dim", [(4, 2, 16, None), (3, 1, 24, None), (8, 8, 64, 32), (17, 1, 6, 2)]
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_rotation(heads, kv_heads, head_dim, rotary_dim, dtype, fused, launched):
+    config = ModelConfig(50, 32, 64, 1, heads, kv_heads, head_dim=head_dim, rotary_dim=rotary_dim, max_seq_len=999)
+    torch.manual_seed(0)
+    positions = torch.tensor([0, 998, 7, 7, 41])
+    cos, sin = Rope(config)(positions, dtype)
+    if fused:  # views of one product, one token after the other
+        both = torch.randn(1, 5, (heads + 2 * kv_heads) * head_dim).to(dtype)
+        sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        q, k, _ = (part.unflatten(-1, (-1, head_dim)).transpose(1, 2) for part in both.split(sizes, dim=-1))
+    else:
+        q, k = (torch.randn(1, count, 5, head_dim).to(dtype) for count in (heads, kv_heads))
+    for found, x in zip(rotate_both_triton(q, k, cos, sin), (q, k), strict=True):
+        exact = rotate(x.double(), cos.double(), sin.double())
+        assert found.dtype is dtype and found.transpose(1, 2).is_contiguous()
+        torch.testing.assert_close(found.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("shape, apart", [((1, 3, 1025), 0), ((1, 1, 7), 5), ((2, 64), 64), ((1, 5, 2048), 2048)])
+def test_gate(shape, apart, name, dtype, launched):
+    torch.manual_seed(0)
+    rows = 6 * torch.randn(*shape[:-1], 2 * shape[-1] + apart).to(dtype)
+    gate, up = rows[..., : shape[-1]], rows[..., -shape[-1] :]
+    found, exact = gated_triton(FUNCTIONS[name], gate, up), gated(FUNCTIONS[name], gate.double(), up.double())
+    assert found.dtype is dtype and found.is_contiguous()
+    torch.testing.assert_close(found.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_torch_computes_what_a_kernel_does_not():
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
+    cos, sin = Rope(ModelConfig(50, 32, 64, 1, 4))(torch.arange(5), torch.float32)
+    for found, x in zip(rotate_both_triton(q, k, cos, sin), (q, k), strict=True):
+        torch.testing.assert_close(found, rotate(x, cos, sin))
+    x = torch.randn(1, 3, 8, requires_grad=True)
+    gated_triton(FUNCTIONS["silu"], x, x).sum().backward()
+    assert x.grad is not None
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are no views and no allocations."""
+
+    NONE = (
+        "view",
+        "t",
+        "transpose",
+        "unsqueeze",
+        "split_with_sizes",
+        "slice",
+        "select",
+        "empty",
+        "detach",
+        "_unsafe_view",
+    )
+    NONE += ("expand", "permute", "alias", "as_strided", "split", "narrow", "unbind", "squeeze", "arange")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::")
+        if name not in self.NONE:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variant", [{}, {"qk_norm": True}], ids=["Llama", "Qwen3"])
+@torch.no_grad()
+def test_a_decoding_layer_launches_at_most_16(variant, monkeypatch):
+    """Attention counts as four: keys and values written, their splits, their sum."""
+    found = []
+    for layers in (1, 2):
+        model = Transformer(ModelConfig(50, 32, 64, layers, 4, 2, max_seq_len=48, **variant), seed=3)
+        fuse(model, kernels=True)
+        names = []
+
+        def counted(function, name, names=names):
+            def call(*args):
+                names.append(name)
+                with _disable_current_modes():
+                    return function(*args)
+
+            return call
+
+        monkeypatch.setattr(torch.nn.functional, "rms_norm", counted(RMS_NORM, "rms_norm"))  # one kernel on a GPU
+        for block in model.blocks:
+            block.attention.rotate_both = counted(block.attention.rotate_both, "rotate_heads")
+            block.mlp.gated = counted(block.mlp.gated, "gate_rows")
+
+        def attention(q, k, v, names=names, **_):
+            assert q[0].transpose(0, 1).is_contiguous(), "the paged attention would copy the queries"
+            names += ["write", "write", "attend", "combine"]
+            return q
+
+        with Launches() as launches:
+            model(torch.tensor([[1, 2, 3]]), torch.tensor([4, 9, 2]), attention=attention)
+        found.append(names + launches.names)
+    a_layer = Counter(found[1]) - Counter(found[0])
+    assert a_layer.total() == (16 if variant else 14), a_layer
