@@ -38,6 +38,7 @@ GROUPS = {  # in the order in which a newcomer meets them: name -> (module, what
         "train-heads": ("minillm.cli.train_heads", "train Medusa, EAGLE or early-exit heads on a model"),
         "quantize": ("minillm.cli.quantize", "weights in 8 or 4 bits, written for others to load, and what it cost"),
         "generate": ("minillm.cli.generate", "write on from a prompt, or from a file of prompts"),
+        "serve": ("minillm.cli.serve", "answer OpenAI's clients over HTTP"),
     },
     "Maintain": {
         "notebooks": ("course.commands.notebooks", "build the labs and execute their solutions"),
