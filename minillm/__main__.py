@@ -49,9 +49,10 @@ COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.it
 
 OLDEST_PYTHON = (3, 11)
 DEPENDENCIES = {  # what requirements.txt installs and minillm and the course use, by the names that are imported
-    "IPython", "PIL", "accelerate", "cloudpickle", "cycler", "fsrs", "ipykernel", "ipywidgets", "isal", "jinja2",
-    "jupyter_client", "jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "numpy", "packaging", "psutil",
-    "safetensors", "tokenizers", "torch", "tqdm", "transformers", "typer",
+    "IPython", "PIL", "accelerate", "cloudpickle", "cycler", "fastapi", "fsrs", "ipykernel", "ipywidgets", "isal",
+    "jinja2", "jupyter_client", "jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "numpy", "packaging",
+    "prometheus_client", "psutil", "pydantic", "safetensors", "starlette", "tokenizers", "torch", "tqdm",
+    "transformers", "typer", "uvicorn",
 }  # fmt: skip
 
 LARGEST = 1 << 63  # what torch takes for a seed

@@ -95,7 +95,7 @@ class Api:
         if most is not None and longest > most:
             raise ApiError(400, f"a prompt of {longest} tokens: {most} are the limit", param="prompt")
         room = llm.model.config.max_seq_len - longest if chat else 16  # as OpenAI's two endpoints have it
-        params = asked.sampling(served.defaults, self.limits, logprobs, max(1, room))
+        params = asked.sampling(served.defaults, logprobs, max(1, room))
         streams: list[Stream] = []
         try:
             for prompt in prompts:
@@ -128,14 +128,17 @@ class Api:
             if asked.streams:
                 chunks = self.chunks(shape, streams, asked.counts_usage, request.state.id, tenant, count)
                 return ClosingResponse(chunks, media_type="text/event-stream", closes=leave)
-            outputs = await while_connected(request, streams)
-            failed = next((output.error for output in outputs if output.error), None)
-            timeout = any(answer.reason == "timeout" for output in outputs for answer in output.answers)
-            count("error" if failed or timeout else "ok")
-            for output in outputs:
-                self.metrics.done(tenant, output)
-            if failed or timeout:
-                raise failure(failed)
+            try:
+                outputs = await while_connected(request, streams)
+                if any(answer.reason == "timeout" for output in outputs for answer in output.answers):
+                    raise failure(None)
+            except ApiError as error:
+                count(str(error.status))
+                raise
+            finally:
+                for stream in streams:
+                    self.metrics.done(tenant, stream.output)
+            count("200")
         except BaseException:
             leave()
             raise
@@ -182,7 +185,7 @@ class Api:
                 task.cancel()
                 stream.close()
                 self.metrics.done(tenant, stream.output)
-            count("ok" if ok else "cancelled or failed")
+            count("200" if ok else "ended early")
 
 
 def create_app(models: dict[str, LLM], limits: Limits | None = None, keys: Keys | None = None) -> FastAPI:

@@ -44,8 +44,8 @@ async def while_connected(request: Request, streams: list[Stream]) -> list[Outpu
         try:
             async for _ in stream:
                 pass
-        except RuntimeError:  # told by the output's error
-            pass
+        except RuntimeError as error:
+            raise failure(str(error)) from error
         return stream.output
 
     async def gone() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from minillm.api.limits import ApiError, Limits
+from minillm.api.limits import ApiError
 from minillm.serve.requests.params import SamplingParams
 
 NEUTRAL = {  # fields that are not served, by the values that ask for nothing
@@ -66,17 +66,15 @@ class _Asked(BaseModel):
     def counts_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, defaults: Mapping[str, Any], limits: Limits, logprobs: int | None, room: int) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, Any], logprobs: int | None, room: int) -> SamplingParams:
         """defaults: the checkpoint's. room: tokens an answer may have where no number is asked for. ApiError for a
         value that the engine refuses."""
-        if (n := self.n or 1) > limits.samples:
-            raise ApiError(400, f"n {n} is above this server's limit of {limits.samples}", param="n")
         if isinstance(self.stop, list) and len(self.stop) > MOST_STOPS:
             raise ApiError(400, f"stop has {len(self.stop)} texts: {MOST_STOPS} are the limit", param="stop")
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
         asked = {name: value for name in names if (value := getattr(self, name)) is not None}
         most = room if self.max_tokens is None else self.max_tokens
-        own = {"max_tokens": most, "n": n, "logprobs": logprobs, "ignore_eos": self.ignore_eos}
+        own = {"max_tokens": most, "n": self.n or 1, "logprobs": logprobs, "ignore_eos": self.ignore_eos}
         try:
             return SamplingParams(**{"temperature": 1.0} | defaults | asked | own)
         except ValueError as error:
