@@ -51,7 +51,7 @@ class Keys:
         """key: one for all. file: lines "tenant key", lines that begin with # left out. ValueError if a line is not."""
         found = {} if key is None else {"default": key}
         if file is not None:
-            for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+            for number, line in enumerate(_lines(file), 1):
                 words = line.split()
                 if not words or words[0].startswith("#"):
                     continue
@@ -73,6 +73,13 @@ class Keys:
         if not known:
             raise ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
         return known[0]
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--api-keys {file} cannot be read ({error}): give a text file of tenants and keys") from None
 
 
 class Admission:

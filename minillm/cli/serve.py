@@ -52,9 +52,7 @@ def command(
     api_key: Annotated[
         str | None, SAFETY(help="A key that every client has to send.", envvar="MINILLM_API_KEY")
     ] = None,
-    api_keys: Annotated[
-        Path | None, SAFETY(metavar="FILE", help='Keys of tenants: lines "tenant key".', exists=True, dir_okay=False)
-    ] = None,
+    api_keys: Annotated[Path | None, SAFETY(metavar="FILE", help='Keys of tenants: lines "tenant key".')] = None,
     max_body: Annotated[int, LIMIT(help="Bytes of a request.", min=1)] = 4 << 20,
     max_prompt: Annotated[int | None, LIMIT(help="Tokens of a prompt.", show_default="the model's", min=1)] = None,
     max_n: Annotated[int, LIMIT(help="Answers of a request.", min=1)] = 16,
