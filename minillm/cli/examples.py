@@ -35,6 +35,11 @@ EXAMPLES = {
         'generate "def main" --temperature 0 --max-new-tokens 50',
         "generate --batch prompts.txt --json answers.json",
     ),
+    "serve": (
+        "serve",
+        "serve --model my-model --port 0 --speculate none",
+        "serve --host 0.0.0.0 --api-keys keys.txt",
+    ),
     "notebooks": ("notebooks 01", "notebooks --check"),
     "figures": ("figures 01 --out pictures",),
 }

@@ -143,12 +143,13 @@ OPTIONAL = {  # used where they are installed
 
 def test_dependencies_are_what_is_imported_and_what_pyproject_declares():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [*project["dependencies"], *project["optional-dependencies"]["lab"]]
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["lab"], *extras["serve"]]
     files = [*ROOT.glob("minillm/**/*.py"), *ROOT.glob("course/**/*.py")]
     imported = set().union(*(imports(ast.parse(path.read_text(encoding="utf-8"))) for path in files))
     started = {"jupyterlab"}  # a program of its own
     assert imported - sys.stdlib_module_names - {"minillm", "course"} - OPTIONAL | started == main_module.DEPENDENCIES
-    assert {re.match(r"[\w-]+", each)[0] for each in declared} <= main_module.DEPENDENCIES
+    assert {re.match(r"[\w-]+", each)[0].replace("-", "_") for each in declared} <= main_module.DEPENDENCIES
     assert project["requires-python"].startswith(f">={'.'.join(map(str, main_module.OLDEST_PYTHON))},")
 
 

@@ -1,0 +1,15 @@
+"""An OpenAI-compatible HTTP server over the engine: `python -m minillm serve`.
+
+    client ── HTTP ──▶ app.py ── protocol.py: what is asked for ──▶ AsyncLLM (minillm/serve/async_engine.py)
+           ◀── SSE or JSON ── answers.py: what comes back ◀── deltas ──┘
+
+    app.py        routes, and what happens when a client goes away or the engine fails
+    protocol.py   requests: fields that are served, those that are refused, and their SamplingParams
+    answers.py    bodies and stream chunks in OpenAI's shape
+    limits.py     keys and tenants, sizes, open requests; every refusal has OpenAI's error body
+    metrics.py    counters and histograms for Prometheus
+    run.py        uvicorn: one process, one event loop, the engine in its own thread; SIGTERM drains
+    page.html     a page to try it on, without anything from elsewhere
+
+Nothing here decides what a token is: `LLM.generate` with the same SamplingParams gives the same answer.
+"""

@@ -1,0 +1,260 @@
+"""Routes. A request is parsed, admitted and given to the engine; a client that goes away cancels it within a step.
+
+POST /v1/completions, /v1/chat/completions        GET /v1/models, /v1/models/{name}
+GET  /health (the process answers)  /ready (warm, not draining)  /metrics  / (a page to try it)
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from minillm.api.answers import DONE, Shape, event
+from minillm.api.connection import ClosingResponse, failure, once, pump, while_connected
+from minillm.api.limits import Admission, ApiError, Entry, Keys, Limits
+from minillm.api.metrics import Metrics
+from minillm.api.protocol import ChatRequest, CompletionRequest, parsed
+from minillm.serve.async_engine import AsyncLLM, Stream
+from minillm.serve.engine import LLM
+from minillm.serve.requests.params import SamplingParams
+
+PAGE = Path(__file__).with_name("page.html")
+KINDS = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error"}
+
+
+@dataclass
+class Served:
+    """A model's engine while the app runs."""
+
+    llm: LLM
+    engine: AsyncLLM
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The checkpoint's own sampling, where it has one."""
+        generation = self.llm.requests.generation
+        found = dict(generation.sampling) if generation else {}
+        return found if found.get("temperature") else {}
+
+
+class Api:
+    """What the routes share. models: engines by the names under which clients ask for them."""
+
+    def __init__(self, models: dict[str, LLM], limits: Limits, keys: Keys):
+        self.models, self.limits, self.keys = models, limits, keys
+        self.served: dict[str, Served] = {}
+        self.admission, self.metrics, self.ready = Admission(limits), Metrics(models), False
+
+    @asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        self.served = {name: Served(llm, AsyncLLM(llm)) for name, llm in self.models.items()}
+        for served in self.served.values():  # the first pass compiles, allocates, warms caches
+            await served.engine.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))
+        self.ready = True
+        yield
+        self.ready = False
+        for served in self.served.values():
+            await served.engine.aclose()
+
+    def model(self, name: str) -> Served:
+        if name not in self.served:
+            known = ", ".join(self.served)
+            raise ApiError(404, f"no model {name!r} here: ask for {known}", param="model", code="model_not_found")
+        return self.served[name]
+
+    def submit(self, asked: Any, tenant: str) -> tuple[Shape, list[Stream]]:
+        """A stream for each prompt, all of them or none. ApiError for what cannot run."""
+        served, chat = self.model(asked.model), isinstance(asked, ChatRequest)
+        tokenizer, llm = served.llm.tokenizer, served.llm
+        if chat:
+            if tokenizer.chat_template is None:
+                what = f"{asked.model} has no chat template: use /v1/completions"
+                raise ApiError(400, what, param="messages", code="no_chat_template")
+            try:
+                prompts = [tokenizer.chat(asked.conversation())]
+            except ValueError as error:
+                raise ApiError(400, str(error), param="messages") from error
+            asked.max_tokens = asked.max_completion_tokens or asked.max_tokens
+            logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        else:
+            prompts = [([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(each)
+                       if isinstance(each, str) else each for each in asked.prompts]  # fmt: skip
+            logprobs = asked.logprobs
+        if not all(prompts) or not prompts:
+            raise ApiError(400, "the prompt is empty: give at least one token", param="prompt")
+        if (count := len(prompts) * (asked.n or 1)) > self.limits.samples:
+            raise ApiError(400, f"{count} answers are asked for: {self.limits.samples} are the limit", param="prompt")
+        longest, most = max(map(len, prompts)), self.limits.prompt_tokens
+        if most is not None and longest > most:
+            raise ApiError(400, f"a prompt of {longest} tokens: {most} are the limit", param="prompt")
+        room = llm.model.config.max_seq_len - longest if chat else 16  # as OpenAI's two endpoints have it
+        params = asked.sampling(served.defaults, logprobs, max(1, room))
+        streams: list[Stream] = []
+        try:
+            for prompt in prompts:
+                options = {"salt": tenant, "timeout_s": self.limits.timeout_s}
+                streams.append(served.engine.stream(prompt, params, **options))
+        except (ValueError, RuntimeError) as error:
+            for stream in streams:
+                stream.close()
+            if isinstance(error, RuntimeError):
+                raise ApiError(503, str(error), "server_error", code="overloaded") from error
+            raise ApiError(400, str(error), param="prompt", code="context_length_exceeded") from error
+        return Shape.new(asked.model, tokenizer, chat), streams
+
+    async def answer(self, request: Request, kind: type) -> Response:
+        tenant = request.state.tenant
+        try:
+            body = json.loads(await request.body())
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not JSON ({error})") from error
+        asked = parsed(kind, body)
+        try:
+            self.admission.enter(tenant)
+        except ApiError as error:
+            self.metrics.requests.labels("", tenant, str(error.status)).inc()
+            raise
+        leave = once(lambda: self.admission.leave(tenant))
+        try:
+            shape, streams = self.submit(asked, tenant)
+            count = lambda status: self.metrics.requests.labels(asked.model, tenant, status).inc()  # noqa: E731
+            if asked.streams:
+                chunks = self.chunks(shape, streams, asked.counts_usage, request.state.id, tenant, count)
+                return ClosingResponse(chunks, media_type="text/event-stream", closes=leave)
+            try:
+                outputs = await while_connected(request, streams)
+                if any(answer.reason == "timeout" for output in outputs for answer in output.answers):
+                    raise failure(None)
+            except ApiError as error:
+                count(str(error.status))
+                raise
+            finally:
+                for stream in streams:
+                    self.metrics.done(tenant, stream.output)
+            count("200")
+        except BaseException:
+            leave()
+            raise
+        leave()
+        return JSONResponse(shape.body(outputs))
+
+    async def chunks(
+        self, shape: Shape, streams: list[Stream], counts: bool, request_id: str, tenant: str, count: Callable
+    ) -> AsyncIterator[bytes]:
+        """Events of all prompts as they come. Once begun, an error is an event, too, and ends the stream."""
+        each = len(streams[0].request.samples)
+        queue: asyncio.Queue = asyncio.Queue()
+        tasks = [asyncio.create_task(pump(place, stream, queue)) for place, stream in enumerate(streams)]
+        begun, shown, open_streams, ok = set(), {}, len(streams), False
+        try:
+            while open_streams:
+                place, item = await queue.get()
+                if item is None:
+                    open_streams -= 1
+                    for answer, sample in enumerate(streams[place].output.answers):
+                        index = place * each + answer
+                        if shape.chat and index not in begun:
+                            yield shape.first(index)
+                        if sample.reason == "timeout":
+                            raise failure(None)
+                        yield shape.last(index, sample.reason)
+                    continue
+                if isinstance(item, BaseException):
+                    raise failure(str(item))
+                index = place * each + item.sample
+                if shape.chat and index not in begun:
+                    yield shape.first(index)
+                begun.add(index)
+                yield shape.piece(index, item.text, item.tokens, shown.get(index, 0))
+                shown[index] = shown.get(index, 0) + len(item.text)
+            if counts:
+                yield shape.counted([stream.output for stream in streams])
+            yield DONE
+            ok = True
+        except ApiError as error:
+            yield event(error.body(request_id))
+        finally:
+            for task, stream in zip(tasks, streams, strict=True):
+                task.cancel()
+                stream.close()
+                self.metrics.done(tenant, stream.output)
+            count("200" if ok else "ended early")
+
+
+def create_app(models: dict[str, LLM], limits: Limits | None = None, keys: Keys | None = None) -> FastAPI:
+    """models: engines with a tokenizer, by name; this app takes their steps while it runs."""
+    api = Api(models, limits or Limits(), keys or Keys())
+    app = FastAPI(title="minillm", lifespan=api.lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.api = api
+
+    def refused(request: Request, error: ApiError) -> JSONResponse:
+        headers = {"retry-after": "1"} if error.status in (429, 503) else {}
+        return JSONResponse(error.body(request.state.id), error.status, headers)
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> JSONResponse:
+        return refused(request, error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        kind = KINDS.get(error.status_code, "invalid_request_error")
+        what = f"{request.method} {request.url.path}: {error.detail}"
+        return refused(request, ApiError(error.status_code, what, kind))
+
+    @app.exception_handler(Exception)
+    async def on_fault(request: Request, error: Exception) -> JSONResponse:
+        """No traceback leaves the server: it stands in the log, beside the id that the client gets."""
+        return refused(request, ApiError(500, "the server failed; its log has more", "server_error"))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await api.answer(request, CompletionRequest)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await api.answer(request, ChatRequest)
+
+    @app.get("/v1/models")
+    async def models_list() -> dict[str, Any]:
+        return {"object": "list", "data": [card(name) for name in api.served]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        api.model(name)
+        return card(name)
+
+    def card(name: str) -> dict[str, Any]:
+        llm = api.served[name].llm
+        chats = llm.tokenizer.chat_template is not None
+        more = {
+            "max_model_len": llm.model.config.max_seq_len,
+            "chat": chats,
+            "speculation": llm.speculation is not None,
+        }
+        return {"id": name, "object": "model", "created": 0, "owned_by": "minillm"} | more
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return Response(status_code=200 if api.ready and not api.admission.draining else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(api.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/")
+    async def page() -> HTMLResponse:
+        return HTMLResponse(PAGE.read_text("utf-8"))
+
+    app.add_middleware(Entry, keys=api.keys, most=api.limits.body_bytes)
+    return app

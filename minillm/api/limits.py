@@ -1,0 +1,147 @@
+"""Who may ask for how much: keys, sizes and numbers, each refused with OpenAI's error body and the right status."""
+
+import hmac
+import secrets
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+OPEN_PATHS = ("/health", "/ready", "/")  # need no key: probes, and the page that asks for one
+
+
+class ApiError(Exception):
+    """An answer that is an error. kind, param and code are fields of OpenAI's error body."""
+
+    def __init__(
+        self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None, code: str = ""
+    ):
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code or None}
+        return {"error": error | {"request_id": request_id}}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """body_bytes: of a request. prompt_tokens: None = what the model takes. samples: n times prompts of a request.
+    open_requests: of all tenants together, per_tenant: of each. timeout_s: from arrival to the last token."""
+
+    body_bytes: int = 4 << 20
+    prompt_tokens: int | None = None
+    samples: int = 16
+    open_requests: int = 1024
+    per_tenant: int = 1024
+    timeout_s: float = 600.0
+
+
+@dataclass
+class Keys:
+    """Secrets by tenant. Without any, everybody is the tenant "default"."""
+
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def read(cls, key: str | None, file: Path | None) -> "Keys":
+        """key: one for all. file: lines "tenant key", lines that begin with # left out. ValueError if a line is not."""
+        found = {} if key is None else {"default": key}
+        if file is not None:
+            for number, line in enumerate(_lines(file), 1):
+                words = line.split()
+                if not words or words[0].startswith("#"):
+                    continue
+                if len(words) != 2:
+                    raise ValueError(f"{file}, line {number}: write a tenant's name and its key, with a space between")
+                if words[0] in found:
+                    raise ValueError(f"{file}, line {number}: the tenant {words[0]!r} stands there twice")
+                found[words[0]] = words[1]
+        if any(len(secret) < 8 for secret in found.values()):
+            raise ValueError("a key has fewer than 8 characters: choose a longer one")
+        return cls(found)
+
+    def tenant(self, authorization: str | None) -> str:
+        """Whose "Bearer KEY" this is; ApiError 401 if nobody's. Compares with every key, in constant time each."""
+        if not self.secrets:
+            return "default"
+        given = (authorization or "").removeprefix("Bearer ").encode()
+        known = [name for name, secret in self.secrets.items() if hmac.compare_digest(given, secret.encode())]
+        if not known:
+            raise ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+        return known[0]
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--api-keys {file} cannot be read ({error}): give a text file of tenants and keys") from None
+
+
+class Admission:
+    """Counts open requests. `async with` is not needed: nothing waits, a request enters or is refused."""
+
+    def __init__(self, limits: Limits):
+        self.limits, self.open = limits, Counter()
+        self.draining = False
+
+    def enter(self, tenant: str) -> None:
+        if self.draining:
+            raise ApiError(503, "the server is shutting down: ask another replica", "server_error", code="draining")
+        if self.open[tenant] >= self.limits.per_tenant:
+            what = f"{self.open[tenant]} requests of this tenant are open, which is its limit"
+            raise ApiError(429, f"{what}: wait for one to end", "rate_limit_error", code="rate_limit_exceeded")
+        if self.open.total() >= self.limits.open_requests:
+            what = f"{self.open.total()} requests are open, which is the server's limit"
+            raise ApiError(503, f"{what}: try again later", "server_error", code="overloaded")
+        self.open[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        self.open[tenant] -= 1
+
+
+class Entry:
+    """The outermost layer: gives each request an id, asks for its key, and refuses a body that is too long before it
+    is kept, by its Content-Length or when more than that has come."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, most: int):
+        self.app, self.keys, self.most = app, keys, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        state = scope.setdefault("state", {})
+        state["id"] = request_id = f"req-{secrets.token_hex(8)}"
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = message | {"headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+            await send(message)
+
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                state["tenant"] = self.keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
+            self._check(int(headers.get(b"content-length", b"0")))
+        except ApiError as error:
+            await JSONResponse(error.body(request_id), error.status)(scope, receive, named)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            self._check(seen)
+            return message
+
+        await self.app(scope, counted, named)
+
+    def _check(self, length: int) -> None:
+        if length > self.most:
+            raise ApiError(413, f"the body has more than {self.most:,} bytes", code="body_too_large")

@@ -1,0 +1,50 @@
+"""What an operator sees: counts and times by tenant, and the engine's state when Prometheus asks for it."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from minillm.serve.engine import LLM
+from minillm.serve.requests.output import Output
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 1)
+
+
+class Metrics:
+    """One registry for each app: two servers in a process do not share theirs."""
+
+    def __init__(self, engines: dict[str, LLM]):
+        self.registry = CollectorRegistry()
+        own = {"registry": self.registry}
+        self.requests = Counter("minillm_requests", "answers by status", ("model", "tenant", "status"), **own)
+        self.tokens = Counter("minillm_tokens", "tokens of prompts, cached and answered", ("tenant", "kind"), **own)
+        self.ttft = Histogram("minillm_ttft_seconds", "time to first token", ("tenant",), buckets=SECONDS, **own)
+        self.tpot = Histogram("minillm_tpot_seconds", "time per token after it", ("tenant",), buckets=PER_TOKEN, **own)
+        self.whole = Histogram("minillm_end_to_end_seconds", "of an answer", ("tenant",), buckets=SECONDS, **own)
+        gauges = {
+            "minillm_waiting_requests": ("requests in the queue", lambda llm: llm.unfinished - _running(llm)),
+            "minillm_running_sequences": ("sequences in the batch", _running),
+            "minillm_kv_blocks_used": ("blocks of keys and values held", lambda llm: llm.pool.used),
+            "minillm_kv_blocks": ("blocks there are", lambda llm: llm.pool.total),
+        }
+        for name, (help_text, read) in gauges.items():
+            gauge = Gauge(name, help_text, ("model",), **own)
+            for model, llm in engines.items():
+                gauge.labels(model).set_function(lambda llm=llm, read=read: float(max(0, read(llm))))
+
+    def done(self, tenant: str, output: Output) -> None:
+        """Times and tokens of a request that has ended."""
+        answered = sum(len(answer.tokens) for answer in output.answers)
+        for kind, count in (("prompt", len(output.prompt)), ("cached", output.hit), ("answer", answered)):
+            self.tokens.labels(tenant, kind).inc(count)
+        longest = max((len(answer.tokens) for answer in output.answers), default=0)
+        times = (self.ttft, output.timing.ttft), (self.tpot, output.timing.tpot(longest))
+        for histogram, seconds in (*times, (self.whole, output.timing.end_to_end)):
+            if seconds is not None:
+                histogram.labels(tenant).observe(seconds)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def _running(llm: LLM) -> int:
+    return len(llm.scheduler.running)

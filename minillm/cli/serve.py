@@ -1,0 +1,103 @@
+"""`python -m minillm serve` answers OpenAI clients over HTTP; without arguments the committed model with its drafter.
+
+    curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+        -d '{"model": "target", "prompt": "def ", "max_tokens": 20}'
+
+It listens on this machine only unless a key is given with --api-key or --api-keys. SIGTERM (or Ctrl-C) ends open
+requests first.
+"""
+
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from typer import Option
+
+from minillm.quantize.kv import KV_FORMATS
+from minillm.serve.engine import LLM
+from minillm.serve.speculate.registry import PROPOSERS, proposer_named
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL, LIMIT, SAFETY = (partial(Option, rich_help_panel=panel) for panel in ("Model", "Limits", "Safety"))
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def command(
+    model: Annotated[
+        str, MODEL(metavar="NAME|PATH", help="target, draft, or a Hugging Face folder (families: docs/models.md).")
+    ] = "target",
+    name: Annotated[
+        str | None, MODEL(help="What clients call it.", show_default="the model's name or its folder's")
+    ] = None,
+    device: Annotated[str | None, MODEL(help="cpu, cuda, ...", show_default="a GPU if there is one")] = None,
+    dtype: Annotated[
+        str | None, MODEL(help=f"{', '.join(DTYPES)}.", show_default="float32 on the CPU, else the checkpoint's")
+    ] = None,
+    max_seq_len: Annotated[int | None, MODEL(help="Context to load the model for.", min=1)] = None,
+    speculate: Annotated[
+        str | None,
+        MODEL(
+            metavar="NAME",
+            help=f"Drafts tokens: {', '.join(PROPOSERS)}, or none.",
+            show_default="draft for target, else none",
+        ),
+    ] = None,
+    k: Annotated[int, MODEL("--k", help="Draft tokens per pass.", min=1)] = 4,
+    kv: Annotated[str | None, MODEL(metavar="NAME", help=f"8-bit keys and values: {', '.join(KV_FORMATS)}.")] = None,
+    host: Annotated[str, SAFETY(help="Address to listen on; another than loopback needs a key.")] = "127.0.0.1",
+    port: Annotated[int, SAFETY(help="0 takes a free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None, SAFETY(help="A key that every client has to send.", envvar="MINILLM_API_KEY")
+    ] = None,
+    api_keys: Annotated[Path | None, SAFETY(metavar="FILE", help='Keys of tenants: lines "tenant key".')] = None,
+    max_body: Annotated[int, LIMIT(help="Bytes of a request.", min=1)] = 4 << 20,
+    max_prompt: Annotated[int | None, LIMIT(help="Tokens of a prompt.", show_default="the model's", min=1)] = None,
+    max_n: Annotated[int, LIMIT(help="Answers of a request.", min=1)] = 16,
+    max_open: Annotated[int, LIMIT(help="Open requests of all tenants.", min=1)] = 1024,
+    max_open_per_tenant: Annotated[int, LIMIT(help="Open requests of each tenant.", min=1)] = 1024,
+    timeout: Annotated[float, LIMIT(help="Seconds from a request to its last token.", min=0.001)] = 600.0,
+    max_num_seqs: Annotated[int | None, LIMIT(help="Sequences in a batch.", min=1)] = None,
+    token_budget: Annotated[int | None, LIMIT(help="Tokens of a step.", min=1)] = None,
+) -> int:
+    """Serve a model over HTTP to any OpenAI client."""
+    if missing := [each for each in NEEDED if find_spec(each) is None]:
+        raise ValueError(f"serve needs {', '.join(missing)}: pip install 'minillm[serve]', or requirements.txt")
+    from minillm.api.app import create_app
+    from minillm.api.limits import Keys, Limits
+    from minillm.api.run import bind, is_loopback, serve
+
+    keys = Keys.read(api_key, api_keys)
+    if not is_loopback(host) and not keys.secrets:
+        raise ValueError(f"--host {host} is open to others: give a key with --api-key or --api-keys FILE")
+    for option, value, known in (("dtype", dtype, DTYPES), ("kv", kv, KV_FORMATS)):
+        if value is not None and value not in known:
+            raise ValueError(f"--{option} {value} is unknown: use one of {', '.join(known)}")
+    drafter = speculate or ("draft" if model == "target" else "none")
+    if drafter not in (*PROPOSERS, "none"):
+        raise ValueError(f"--speculate: no proposer {drafter!r}: use one of {', '.join(PROPOSERS)}, or none")
+    limits = Limits(max_body, max_prompt, max_n, max_open, max_open_per_tenant, timeout)
+    listening = bind(host, port)
+    try:
+        engine = {"max_num_seqs": max_num_seqs, "token_budget": token_budget, "kv_dtype": kv}
+        options = {key: value for key, value in engine.items() if value is not None}
+        where = {"device": device, "dtype": None if dtype is None else DTYPES[dtype], "max_seq_len": max_seq_len}
+        llm = _engine(model, drafter, k, where, options)
+        known = name or (Path(model).name if Path(model).is_dir() else model)
+        address = f"http://{host}:{listening.getsockname()[1]}"
+        typer.echo(f"{known}: {address}/v1 for OpenAI's clients, {address}/ to try it in a browser", err=True)
+        serve(create_app({known: llm}, limits, keys), listening)
+    finally:
+        listening.close()
+    return 0
+
+
+def _engine(model: str, drafter: str, k: int, where: dict, options: dict) -> LLM:
+    from minillm.serve.load import engine_options
+
+    loaded = engine_options(model, **where)
+    if drafter != "none":
+        options |= {"proposer": proposer_named(drafter, loaded["model"]), "k": k}
+    return LLM(**loaded | options)
