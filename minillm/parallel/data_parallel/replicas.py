@@ -34,6 +34,33 @@ def check_plain(module: nn.Module) -> None:
         raise ValueError("these parameters are sharded already: wrap the plain module, once.")
 
 
+def check_outside_torch_ddp(parameters: Iterable[Tensor]) -> None:
+    """ValueError in a forward pass of torch's DDP that reduces some of these parameters' gradients as well. It may have
+    been put around the module after ours, and leaves no other trace (`accelerate.prepare(model, optimizer)`)."""
+    around = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if around is None:
+        return
+    reduced = {id(parameter) for parameter in getattr(around, "_module_parameters", around.parameters())}
+    if any(id(parameter) in reduced for parameter in parameters):
+        raise ValueError(
+            "torch's DistributedDataParallel reduces these gradients as well: call its .module, which reduces its own, "
+            "and do not prepare or wrap it again."
+        )
+
+
+class OutsideTorchDDP:
+    """A forward pre-hook that checks it. A copy of the module is checked for nothing."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+
+    def __call__(self, *_: Any) -> None:
+        check_outside_torch_ddp(self.parameters)
+
+    def __reduce__(self) -> Any:
+        return OutsideTorchDDP, ((),)
+
+
 class BufferSync:
     """Before a forward pass that follows one in training mode, every rank gets rank 0's saved buffers (statistics of
     BatchNorm), as with torch's DDP. Tables that are not saved never change. is_on: False to send nothing."""
