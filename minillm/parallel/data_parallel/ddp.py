@@ -31,7 +31,7 @@ from minillm.comm import Group
 from minillm.comm.operation import Work
 from minillm.parallel.data_parallel.packing import Bucket, Named, assign
 from minillm.parallel.data_parallel.reducer import Reducer
-from minillm.parallel.data_parallel.replicas import BufferSync, check_outside_torch_ddp, no_gradient, replicate
+from minillm.parallel.data_parallel.replicas import BufferSync, no_gradient, replicate
 
 MB = 1 << 20
 
@@ -89,7 +89,6 @@ class _Replicated(nn.Module):
         raise ValueError(f"a {type(self).__name__} belongs to this process's group: copy or save its .module instead.")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        check_outside_torch_ddp(self.reducer.names)
         if torch.is_grad_enabled() and self.reducer.sync:
             self.reducer.expect()
         return self.module(*args, **kwargs)

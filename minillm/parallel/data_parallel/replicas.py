@@ -17,11 +17,13 @@ from minillm.comm import Group
 
 def replicate(module: nn.Module, group: Group, gradient_groups: Mapping[str, Group] | None = None) -> None:
     """Makes every rank's parameters and buffers equal to rank 0's. ValueError, on every rank, if models differ in more
-    than values, or are not on the group's device, or if another wrapper has them that cannot be taken off.
+    than values, or are not on the group's device, or if another wrapper has them that cannot be taken off, or, in a later forward pass, if
+    torch's DDP has been put around it.
     gradient_groups: those that other groups hold, by name: they become equal to the first rank's of these."""
     check_plain(module)
     _check_devices(module, group)
     check_same(_tensors(module), group)
+    module.register_forward_pre_hook(OutsideTorchDDP([p for p in module.parameters() if p.requires_grad]))
     for name, tensor in _tensors(module):
         (gradient_groups or {}).get(name, group).broadcast(tensor.detach())
 

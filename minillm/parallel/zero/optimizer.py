@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.parallel.data_parallel.replicas import BufferSync, OutsideTorchDDP, replicate
+from minillm.parallel.data_parallel.replicas import BufferSync, replicate
 from minillm.parallel.sharding.offload import Offload
 from minillm.parallel.sharding.optimizer import MakeOptimizer, SlicedOptimizer
 from minillm.parallel.sharding.placement import FlatShard, Placement
@@ -93,7 +93,6 @@ class ZeroOptimizer(SlicedOptimizer):
         self.group, self.stage = group, stage
         self.reducer = ScatterReducer(named, settings, stage, bucket_cap_mb * 2**20, find_unused)
         self.shards = self.reducer.shards
-        module.register_forward_pre_hook(OutsideTorchDDP(list(self.reducer.names)))
         for each in settings.groups:
             BufferSync(module, each, self.reducer.reduces)
         slices = {name: slice_of(p, p.new_empty(0)) for name, p in named.items()}  # of frozen ones, too
