@@ -17,8 +17,8 @@ from minillm.comm import Group
 
 def replicate(module: nn.Module, group: Group, gradient_groups: Mapping[str, Group] | None = None) -> None:
     """Makes every rank's parameters and buffers equal to rank 0's. ValueError, on every rank, if models differ in more
-    than values, or are not on the group's device, or if another wrapper has them that cannot be taken off, or, in a later forward pass, if
-    torch's DDP has been put around it.
+    than values, or are not on the group's device, or if another wrapper has them that cannot be taken off; in a later
+    forward pass, if torch's DDP has been put around the module.
     gradient_groups: those that other groups hold, by name: they become equal to the first rank's of these."""
     check_plain(module)
     _check_devices(module, group)
