@@ -1,4 +1,4 @@
-"""Context parallelism on a GPU: by kernels in Triton's interpreter, and nothing is copied to the device in every layer."""
+"""Context parallelism on a GPU: by kernels, in Triton's interpreter; and no layer copies positions to the device."""
 
 from pathlib import Path
 
