@@ -136,6 +136,9 @@ def command(
     context: Annotated[str, PARALLEL(help=f"Their attention: {', '.join(CONTEXTS)}.")] = "zigzag",
     node: Annotated[int, PARALLEL(help="Of a hybrid: ranks that exchange heads, with rings across.", min=1)] = 2,
     pad: Annotated[bool, PARALLEL("--pad", help="Lengthen windows that do not divide over those ranks.")] = False,
+    keep_weights: Annotated[
+        bool, PARALLEL("--keep-weights", help="With --pp and --zero 3: gather weights once a step and keep them.")
+    ] = False,
     save_every: Annotated[int, CHECKPOINTS(help="Steps between checkpoints.", min=1)] = 200,
     keep: Annotated[int, CHECKPOINTS(help="How many checkpoints stay.", min=1)] = 2,
     save_in_background: Annotated[
@@ -170,6 +173,7 @@ def command(
     rows = settings["batch_size"] * settings["accumulate"]
     spread = {"zero": zero, "dp_replicate": dp_replicate, "tp": tp, "sequence": sp, "pp": pp, "schedule": schedule}
     spread |= {"cp": cp, "context": context, "node": node, "pad": pad, "ep": ep, "ep_nodes": ep_nodes}
+    spread["reshard"] = not keep_weights
     job = TrainingJob(
         folder or runs,
         settings,
@@ -296,6 +300,8 @@ def _parallel_config(dp: int, microbatches: int | None, rows: int, **spread: Any
     spread["dp"] = dp
     if spread["pad"] and spread["cp"] == 1:
         raise ValueError("--pad lengthens windows for --cp ranks to share: add --cp, or leave it out")
+    if not spread["reshard"] and (spread["pp"] == 1 or spread["zero"] < 3):
+        raise ValueError("--keep-weights is for a pipeline's gathered weights: add --pp and --zero 3")
     if spread["pp"] == 1:
         if microbatches:
             raise ValueError(f"--microbatches {microbatches} is for a pipeline: add --pp, or use --accumulate")
