@@ -26,7 +26,7 @@ from torch import Tensor
 from minillm.data import Batch, Loader, TokenDataset, Tokens
 from minillm.measure import ledger, span
 from minillm.model import Transformer, check_tokens
-from minillm.model.compiler import check_compiler
+from minillm.model.compiler import check_compiler, compile_blocks
 from minillm.model.loss import IGNORE
 from minillm.model.moe import forget_load, update_balance_biases
 from minillm.parallel.sharding.full_state import full_state, parts_of_full
@@ -119,7 +119,7 @@ class Trainer:
         checkpoint_blocks(self.model, MODES[config.activation_checkpointing])
         if config.compile:
             check_compiler(self.device)
-            self.model.compile()
+            compile_blocks(self.model)
         self.module = self.parallel.wrap(self.model, self.precision.master)
         make = partial(adamw, config=config)
         self.updater = self.parallel.updater(self.module, make, self.precision.master)

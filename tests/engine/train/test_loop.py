@@ -329,6 +329,23 @@ def test_mfu_counts_useful_flops_only():
     assert trainer().step().mfu is None
 
 
+def test_each_block_has_a_compiled_backward_of_its_own(monkeypatch):
+    """So that its gradients are there, and are reduced, before the backward of the block before begins. One graph for
+    all blocks would return every gradient at its end."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    run, losses, names, seen = trainer(compile=True), [], [], set()
+    run.scaler.scale = lambda loss: losses.append(loss) or loss
+    run.step()
+    following = [losses[0].grad_fn]
+    while following:
+        node = following.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.append(node.name())
+            following += [each for each, _ in node.next_functions]
+    assert names.count("CompiledFunctionBackward") == len(run.model.blocks) > 1
+
+
 def test_compiled_is_the_same_run(monkeypatch):
     eager = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", eager)
