@@ -151,6 +151,7 @@ def command(
     memory: Annotated[
         bool, OUTPUT("--memory", help="Show what memory was for, at its fullest in the first step.")
     ] = False,
+    time_parts: Annotated[bool, OUTPUT("--time-parts/--no-time-parts", help="Say where a step's time went.")] = True,
     json_file: JsonFile = None,
 ) -> int:
     """Train a model on the standard library's source, or on your text. Ctrl-C saves; --resume goes on."""
@@ -173,14 +174,14 @@ def command(
     rows = settings["batch_size"] * settings["accumulate"]
     spread = {"zero": zero, "dp_replicate": dp_replicate, "tp": tp, "sequence": sp, "pp": pp, "schedule": schedule}
     spread |= {"cp": cp, "context": context, "node": node, "pad": pad, "ep": ep, "ep_nodes": ep_nodes}
-    spread["reshard"] = not keep_weights
     job = TrainingJob(
         folder or runs,
         settings,
-        _parallel_config(dp, microbatches, rows, **spread),
+        _parallel_config(dp, microbatches, rows, reshard=not keep_weights, **spread),
         resume=resume,
         offload=offload,
         device=device,
+        time_parts=time_parts,
         save_every=save_every,
         keep=keep,
         save_in_background=save_in_background,

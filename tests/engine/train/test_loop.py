@@ -1,7 +1,9 @@
 """The loop against independent references: the fp64 oracle, a plain torch loop, the big batch."""
 
+import dataclasses
 import functools
 import math
+import random
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from minillm.data import TokenDataset, Tokens
 from minillm.data.loader import Batch
 from minillm.equivalence import Batch as OracleBatch
 from minillm.equivalence import reference
-from minillm.measure.ledger import Event, Ledger, Span
+from minillm.measure.ledger import Event, Ledger, Span, open_ledgers
 from minillm.model import ModelConfig, Transformer
 from minillm.model.loss import IGNORE
 from minillm.predict.model import training_flops
@@ -319,6 +321,70 @@ def test_waiting_for_others_is_communication():
     time = StepTime.of(Ledger([event(5, 0.5), event(7, 1.0), event(8.5, 0.5)], spans), 11)
     assert (time.input, time.forward, time.backward, time.optimizer) == (1, 2, 3.5, 1)
     assert (time.communication, time.idle, time.total) == (2.5, 1, 11)
+
+
+def plainly(events, spans, total):
+    """`StepTime.of` by its definition: every event beside every span."""
+    kinds = {"forward": "forward", "backward": "backward", "wait": "communication"}
+    seconds = dict.fromkeys(("forward", "backward", "communication"), 0.0)
+    for each in spans:
+        waited = sum(e.waited for e in events if each.start <= e.end <= each.end)
+        part = kinds[each.name]
+        seconds[part] += each.seconds - (0 if part == "communication" else waited)
+        seconds["communication"] += 0 if part == "communication" else waited
+    beside = [e for e in events if not any(each.start <= e.end <= each.end for each in spans)]
+    return StepTime(total, **seconds | {"communication": seconds["communication"] + sum(e.waited for e in beside)})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_many_events_and_spans_are_those_of_the_definition(seed):
+    draw = random.Random(seed)
+    spans, now = [], 0.0
+    for name in draw.choices(["forward", "backward", "wait"], k=12):
+        start = now + draw.random()
+        now = start + draw.random()
+        spans.append(Span(name, "wait" if name == "wait" else "compute", start, now))
+        if draw.random() < 0.3:
+            spans.append(Span("backward", "compute", start + 0.1 * (now - start), now - 0.1 * (now - start)))
+    ends = sorted(draw.uniform(0, now + 1) for _ in range(50))
+    events = [Event("all_reduce", "world", 0, 0, (), "", end, end, draw.choice([0.0, draw.random()])) for end in ends]
+    draw.shuffle(events)
+    found, expected = StepTime.of(Ledger(events, spans), 30.0), plainly(events, spans, 30.0)
+    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(expected))
+
+
+def test_a_step_that_is_not_timed_keeps_no_ledger():
+    run, open_then = trainer(), []
+    quiet = Trainer(config(), text(), workers=0, time_parts=False)
+    for each in (run, quiet):
+        update = each.update
+        each.update = lambda *given, update=update: (open_then.append(len(open_ledgers())), update(*given))
+    timed, untimed = run.step(), quiet.step()
+    assert open_then == [1, 0] and timed.loss == untimed.loss
+    assert timed.time.forward > 0 and untimed.time.idle == untimed.time.total > 0
+    assert "forward_s" in timed.to_json() and "forward_s" not in untimed.to_json() and untimed.to_json()["seconds"] > 0
+
+
+class Late:
+    """A moment of a device, which to read makes the host wait until the device gets there."""
+
+    def __init__(self, at, reads):
+        self.at, self.reads = at, reads
+
+    def seconds(self):
+        self.reads.append(self.at)
+        return self.at
+
+
+def test_on_a_gpu_a_step_s_times_are_read_in_the_next_step():
+    """Its host has waited for the device then, for the loss, so a step waits once."""
+    run, reads = trainer(), []
+    run.device = torch.device("cuda")
+    ledgers = [Ledger(spans=[Span("forward", "compute", Late(at, reads), Late(at + 2, reads))]) for at in (5, 10)]
+    first = run._time_of(ledgers[0], 3.0)
+    assert reads == [] and (first.total, first.idle) == (3.0, 3.0)
+    second = run._time_of(ledgers[1], 4.0)
+    assert reads == [5, 7] and (second.total, second.forward) == (3.0, 2.0)
 
 
 def test_mfu_counts_useful_flops_only():
