@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a process group: its default arguments would hold on to one
@@ -29,6 +30,7 @@ from minillm.comm.diagnostics.flight_recorder import FINISHED, RAISED, RUNNING, 
 from minillm.comm.emulation import Egress, Link, Topology
 from minillm.comm.errors import HangError, PeerLostError
 from minillm.comm.group import Group
+from minillm.comm.launch.device import agree, candidate
 from minillm.comm.launch.forkserver import socket_folder
 from minillm.comm.launch.meeting import meeting_place
 from minillm.comm.launch.payload import to_bytes
@@ -124,22 +126,19 @@ def _packed(result: Any, rank: int) -> bytes:
 @contextlib.contextmanager
 def world_group(job: Job, recorder: FlightRecorder | None, rank: int, wait_s: float) -> Iterator[Group]:
     """Join the process group of all ranks and leave it in the end. recorder: None if the ranks make one together."""
-    device = pick_device(job.device, job.nproc)
+    candidate(job.device)
     torch.set_num_threads(job.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    gpus_enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", job.nproc))
-    use_nccl = device.type == "cuda" and gpus_enough and job.link is None and dist.is_nccl_available()
-    backend = "nccl" if use_nccl else "gloo"  # nobody can pace the messages of NCCL
     if recorder:
         recorder.post(rank, 0, 1, describe("join the group", [0], "", list(range(job.nproc)), WORLD_NAME))
     timeout = datetime.timedelta(seconds=wait_s)
-    options = {"device_id": device} if backend == "nccl" else {}
-    options |= {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
     reach_store(rank, wait_s)
-    store = dist.PrefixStore(f"world{next(_worlds)}", meeting_place())
+    store, world_size = dist.PrefixStore(f"world{next(_worlds)}", meeting_place()), int(os.environ["WORLD_SIZE"])
     store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, timeout=timeout, **options)
+    device, backend = agree(store, rank, world_size, job.device, job.link is not None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    options = {"device_id": device} if backend == "nccl" else {}
+    dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=world_size, **options)
     egress = Egress(job.link) if job.link else None
     if recorder:
         recorder.clear(rank, 0)
@@ -175,18 +174,6 @@ def reach_store(rank: int, wait_s: float) -> None:
                     "its process has gone, or MASTER_ADDR and MASTER_PORT name another place"
                 ) from None
         time.sleep(POLL_S)
-
-
-def pick_device(device: str | None, nproc: int) -> torch.device:
-    """This rank's device: its own GPU if there are enough, else the CPU. "cuda" by name lets ranks share GPUs."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", nproc))
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and not gpus:
-        raise ValueError("device='cuda' but torch finds no GPU: leave device out to run on the CPU")
-    if device == "cpu" or (device is None and gpus < local_world):
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % gpus)
 
 
 def failure(error: BaseException) -> Report:
@@ -259,10 +246,22 @@ def _settle(folder: Path, rank: int) -> None:
 def _die_with_launcher(folder: Path) -> None:
     """The fork server outlives a killed launcher as long as it has children, so each rank has to notice itself; so does
     a rank whose launch ended before the rank had started: its folder has gone."""
-    launcher = multiprocessing.parent_process()
+    launcher, server = multiprocessing.parent_process(), os.getppid()
     while launcher.is_alive() and folder.exists():
         launcher.join(LOOK_S)
     if not launcher.is_alive() and (sockets := socket_folder()):
         shutil.rmtree(sockets, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
+    if server not in (launcher.pid, 1):
+        end_stopped_children(server)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_stopped_children(server: int) -> None:
+    """Ends the other ranks that this server has forked and that are stopped (SIGSTOP, a debugger): those cannot notice
+    that their launcher has gone, and would keep the server."""
+    with contextlib.suppress(psutil.Error):
+        for other in psutil.Process(server).children() if os.getppid() == server else ():
+            with contextlib.suppress(psutil.Error):
+                if other.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    other.kill()

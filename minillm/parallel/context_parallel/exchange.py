@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
+from minillm.model.attention import sdpa
 from minillm.model.attention.tiled import TILE, tiled, tiled_with_lse
+from minillm.model.attention.tiled_triton import tiled_triton, tiled_triton_with_lse
+from minillm.model.kernels import has_kernel
 from minillm.parallel.context_parallel.order import ContextAttention, local_numbers, local_positions
 
 
@@ -25,8 +28,6 @@ class UlyssesAttention(ContextAttention):
     inside: attention over what the group holds: `tiled` by default, or a `RingAttention` over other groups.
     """
 
-    order = "contiguous"
-
     def __init__(
         self,
         group: Group,
@@ -35,7 +36,8 @@ class UlyssesAttention(ContextAttention):
         tile: int = TILE,
         segments: Tensor | None = None,
     ) -> None:
-        self.group, self.inside, self.tile, self.segments = group, inside, tile, segments
+        super().__init__(group, "contiguous", segments)
+        self.inside, self.tile = inside, tile
 
     def __call__(
         self,
@@ -57,9 +59,9 @@ class UlyssesAttention(ContextAttention):
         q, k, v = (_Exchange.apply(x, self.group, _to_heads, _to_sequence) for x in (q, k, v))
         how = {"window": window, "segments": self.documents(segments, q.shape[2] * self._outside)}
         if self.inside is None:
-            out = tiled(q, k, v, **how, tile=self.tile)
+            out = whole_attention(q, k, v, **how, tile=self.tile)
         elif isinstance(self.inside, ContextAttention):
-            of_group = self.inside.positions(q.shape[2] * self._outside)
+            of_group = self.inside.positions_on(q.shape[2] * self._outside, q.device)
             out = self.inside(q, k, v, layer=layer, positions=of_group, **how)
         else:
             out = self.inside(q, k, v, layer=layer, positions=None, **how)
@@ -86,10 +88,9 @@ class UlyssesAttention(ContextAttention):
 class GatherAttention(ContextAttention):
     """An attention function for this rank's positions: K and V of all ranks are gathered, their gradients reduced."""
 
-    order = "zigzag"
-
     def __init__(self, group: Group, *, tile: int = TILE, segments: Tensor | None = None) -> None:
-        self.group, self.tile, self.segments = group, tile, segments
+        super().__init__(group, "zigzag", segments)
+        self.tile = tile
 
     def __call__(
         self,
@@ -105,10 +106,15 @@ class GatherAttention(ContextAttention):
         """q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim]."""
         self.check_positions(q, positions)
         n, seq = self.group.world_size, self.group.world_size * q.shape[2]
-        order = torch.cat([local_positions(seq, rank, n, self.order) for rank in range(n)]).to(q.device)
-        keys, values = _GatherSequence.apply(torch.stack((k, v)), self.group, order)
-        whole = self.documents(segments, seq)
-        of_mine = None if whole is None else whole[..., order.view(n, -1)[self.group.rank]]
+        places = self.places_on(seq, q.device)
+        keys, values = _GatherSequence.apply(torch.stack((k, v)), self.group, places)
+        whole, mine = self.documents(segments, seq), places[0].view(n, -1)[self.group.rank]
+        of_mine = None if whole is None else whole[..., mine]
+        if has_kernel(q):
+            documents = {"segments": of_mine, "key_segments": whole}
+            everywhere = torch.arange(seq, device=q.device)
+            how = {"positions": mine, "key_positions": everywhere, "window": window} | documents
+            return tiled_triton_with_lse(q, keys, values, **how)[0]
         return tiled_with_lse(
             q,
             keys,
@@ -120,6 +126,17 @@ class GatherAttention(ContextAttention):
             key_segments=whole,
             tile=self.tile,
         )[0]
+
+
+def whole_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, segments: Tensor | None, tile: int
+) -> Tensor:
+    """Of a whole sequence: torch's fused kernel where it needs no mask, else the tiles, on a GPU as a kernel."""
+    if not has_kernel(q):
+        return tiled(q, k, v, window=window, segments=segments, tile=tile)
+    if window is None and segments is None:
+        return sdpa(q, k, v)
+    return tiled_triton(q, k, v, window=window, segments=segments)
 
 
 def check_ulysses(heads: int, kv_heads: int, world_size: int) -> None:
@@ -169,10 +186,10 @@ class _GatherSequence(torch.autograd.Function):
     def forward(ctx, x, group, places):
         ctx.group, ctx.places = group, places
         rows = group.all_gather(x[None].contiguous())  # [n, 2, batch, kv_heads, seq / n, d]
-        return rows.movedim(0, 3).flatten(3, 4).index_select(3, places.argsort())
+        return rows.movedim(0, 3).flatten(3, 4).index_select(3, places[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        rows = dy.index_select(3, ctx.places).unflatten(3, (ctx.group.world_size, -1)).movedim(3, 0).contiguous()
+        rows = dy.index_select(3, ctx.places[0]).unflatten(3, (ctx.group.world_size, -1)).movedim(3, 0).contiguous()
         return ctx.group.reduce_scatter(rows)[0], None, None

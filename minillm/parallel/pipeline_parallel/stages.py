@@ -77,7 +77,7 @@ class ModelPart(Decoder):
         """
         seq_len = x.shape[1] * (1 if self.first else self.sequence_shards)
         if positions is None and self.positions_of:
-            positions = self.positions_of(seq_len).to(x.device)
+            positions = self.positions_of(seq_len, x.device)
         if self.first:
             check_tokens(x, self.config, positions)
         x = self.embedding(x) if self.first else x
