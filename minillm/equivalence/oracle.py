@@ -176,13 +176,12 @@ def _step(
     lr: float,
     steps: int,
 ) -> _Outcome:
-    model = strategy.build(case.config, seed=seed, dtype=torch.float64, attention=dense, device=group.device)
-    batch = case.batch.to(group.device)
+    model = strategy.build(case.config, seed=seed, dtype=torch.float64, attention=dense)
     _freeze(model.named_parameters(), case.frozen)
     module = strategy.wrap(model)
     updater = strategy.updater(module, partial(_sgd, lr=lr))
     for step in range(steps):
-        _backward(strategy, module, batch, layout.accumulate)
+        _backward(strategy, module, case.batch, layout.accumulate)
         updater.prepare_gradients()
         norm = strategy.grad_norm(updater.parameters)
         if step == 0:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _TORCH = str(Path(torch.__file__).parent)
 _NODE = str(Path(__file__).parent)
+_BACKEND = str(Path(__file__).parent.parent / "comm" / "nccl_like.py")
 # Reads of values by the host: on a GPU each of them waits for all that its stream has queued.
 HOST_READS = {
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "argwhere", "masked_select", "bincount"),
@@ -56,7 +57,7 @@ def site(most: int = 40) -> Site:
     while frame is not None and len(callers) < most:
         code = frame.f_code
         file = code.co_filename
-        if not file.startswith((_TORCH, "<")) and (not file.startswith(_NODE) or "/test_" in file):
+        if not file.startswith((_TORCH, _BACKEND, "<")) and (not file.startswith(_NODE) or "/test_" in file):
             name = f"{file.rpartition('/')[2]}:{code.co_name}"
             callers.append(name)
             line = line or f"{'/'.join(file.split('/')[-3:])}:{frame.f_lineno} in {code.co_name}"

@@ -138,6 +138,8 @@ class NodeGroup(NcclLike):
 
     def _set_sequence_number_for_group(self) -> None: ...
 
+    def _set_default_timeout(self, timeout: timedelta) -> None: ...
+
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cuda")]
@@ -204,6 +206,7 @@ def tell(node: "Node", undo: "Undo") -> None:
     c10d = dist.distributed_c10d
     undo.set(c10d, "ProcessGroupNCCL", NodeGroup)
     undo.set(c10d, "_NCCL_AVAILABLE", True)
+    undo.set(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
     batched = dist.batch_isend_irecv
 
     def batch_isend_irecv(ops: list[dist.P2POp]) -> list:
