@@ -3,12 +3,13 @@
 import contextlib
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from minillm.comm.launch import launcher
+from minillm.comm.launch import worker
 from tests.engine.comm.nccl_like import RuleBroken, unwaited
 from tests.engine.node import streams
 from tests.engine.node.buffers import check_buffers
@@ -90,14 +91,14 @@ NodeGroup.stuck = _stuck_in
 
 @contextlib.contextmanager
 def all_launches_on_a_node(**how: Any) -> Iterator[None]:
-    """Inside, whatever this process launches runs on a node: for programs that call `launch` themselves."""
-    plain = launcher.Job
+    """Inside, whatever this process launches runs on GPUs of a node: for programs that call `launch` themselves."""
+    plain = worker.Job
 
-    def job(function: Callable, *args: Any, **kwargs: Any) -> Any:
-        return plain(on_node(function, **how), *args, **kwargs)
+    def job(function: Callable, *args: Any) -> Any:
+        return replace(plain(on_node(function, **how), *args), device="cuda")
 
-    launcher.Job = job
+    worker.Job = job
     try:
         yield
     finally:
-        launcher.Job = plain
+        worker.Job = plain

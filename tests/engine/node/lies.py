@@ -163,10 +163,14 @@ def _reads(node: "Node", undo: Undo) -> None:
 def _factories(node: "Node", undo: Undo) -> None:
     """Functions that make tensors, of torch and of tensors: `device=` and `pin_memory=` are true of the result."""
 
+    true_tensor = torch.tensor
+
     def telling(name: str, plain: Callable) -> Callable:
         @functools.wraps(plain)
         def make(*args: Any, **kwargs: Any) -> Any:
             device, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
+            if name == "tensor" and device is None and isinstance(args[0], torch.Tensor):  # x.new_tensor(values)
+                device = args[0].device if plain is not true_tensor else None
             node.in_factory += 1
             try:
                 return place(device, pinned, *args, **kwargs)
@@ -226,9 +230,10 @@ def _storages(node: "Node", undo: Undo) -> None:
 
 def _cuda(node: "Node", undo: Undo) -> None:
     cuda = torch.cuda
-    properties = SimpleNamespace(
-        name="Pretended GPU", major=9, minor=0, total_memory=MEMORY_BYTES, multi_processor_count=132, warp_size=32
-    )
+    properties = {"name": "Pretended GPU", "major": 9, "minor": 0, "total_memory": MEMORY_BYTES, "warp_size": 32}
+
+    def properties_of(device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(**properties, multi_processor_count=132, uuid=f"GPU-{node.device(device).index}")
 
     def alive(device: Any = None) -> int:
         return node.memory.alive.get(node.device(device), 0)
@@ -257,8 +262,8 @@ def _cuda(node: "Node", undo: Undo) -> None:
         "Stream": streams.Stream,
         "Event": streams.Event,
         "synchronize": synchronize,
-        "get_device_name": lambda *_: properties.name,
-        "get_device_properties": lambda *_: properties,
+        "get_device_name": lambda *_: properties["name"],
+        "get_device_properties": properties_of,
         "get_device_capability": lambda *_: (9, 0),
         "mem_get_info": lambda device=None: (MEMORY_BYTES - alive(device), MEMORY_BYTES),
         "memory_allocated": alive,
