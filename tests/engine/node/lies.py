@@ -278,7 +278,10 @@ def _cuda(node: "Node", undo: Undo) -> None:
     }
     for name, value in told.items():
         undo.set(cuda, name, value)
-    accelerator = {"current_accelerator": lambda *_, **__: torch.device("cuda"), "current_device_index": cuda.current_device}
+    accelerator = {
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "current_device_index": cuda.current_device,
+    }
     accelerator |= {name: told[name] for name in ("is_available", "device_count", "current_stream", "synchronize")}
     for name, value in accelerator.items():
         undo.set(torch.accelerator, name, value)

@@ -165,7 +165,9 @@ class NodeGroup(NcclLike):
         return Handle(work, *kept)
 
     def batch(self, ops: Sequence[dist.P2POp]) -> list[Work]:
-        peers = {kind: [self.members[op.group_peer] for op in ops if op.op is kind] for kind in (dist.isend, dist.irecv)}
+        peers = {
+            kind: [self.members[op.group_peer] for op in ops if op.op is kind] for kind in (dist.isend, dist.irecv)
+        }
         self._messages = peers[dist.isend], peers[dist.irecv]
         try:
             return super().batch(ops)

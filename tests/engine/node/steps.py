@@ -1,8 +1,10 @@
 """Training steps of a layout, as rank programs for the pretended node: does a step wait, does its memory grow?"""
 
+import gc
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,13 +19,13 @@ from minillm.train.strategies.hybrid import make_strategy
 from tests.engine.node import streams
 from tests.engine.node.races import NodeError
 
-WARM_UP = 2
+WARM_UP, STEPS = 1, 3
 
 
 def steps(group: Group, layout: ParallelConfig, case: Case, *allowed: str, strict: bool = True) -> dict[str, Any]:
-    """Two steps without a host wait, apart from `allowed` callers, after some to warm up; counts of the last one.
+    """Some steps without a host wait, apart from `allowed` callers, after one to warm up; counts of the last one.
 
-    NodeError if the bytes alive grow from one step to the next. strict: False only counts.
+    NodeError if the bytes alive grow with every step. strict: False only counts.
     """
     node = streams.NODE
     with make_strategy(group, layout) as strategy:
@@ -31,7 +33,9 @@ def steps(group: Group, layout: ParallelConfig, case: Case, *allowed: str, stric
         batch = case.batch.to(group.device)
         _freeze(model.named_parameters(), case.frozen)
         module = strategy.wrap(model)
-        updater = strategy.updater(module, partial(_sgd, lr=0.1))
+        updater = strategy.updater(
+            module, partial(_sgd, lr=0.0)
+        )  # every step is the same, down to the tokens of each expert
 
         def step() -> None:
             _backward(strategy, module, batch, layout.accumulate)
@@ -43,13 +47,17 @@ def steps(group: Group, layout: ParallelConfig, case: Case, *allowed: str, stric
 
         for _ in range(WARM_UP):
             step()
-        alive = node.memory.alive[group.device]
-        for _ in range(2):
+        gc.collect()
+        gc.disable()  # memory that waits for the garbage collector counts as kept
+        alive = [node.memory.alive[group.device]]
+        for _ in range(STEPS):
             node.counting.clear()
             with node.without_waits(*allowed) if strict else nullcontext():
                 step()
-            if (now := node.memory.alive[group.device]) > alive and strict:
-                raise NodeError(f"memory grows: {now - alive} bytes more are alive after a step than after the one before")
-            grown, alive = now - alive, now
+            alive.append(node.memory.alive[group.device])
+        gc.enable()
+        grown = [after - before for before, after in pairwise(alive)]
+        if strict and min(grown) > 0:  # a group may keep what its latest operation has used: now and then it is more
+            raise NodeError(f"memory grows: {grown} more bytes are alive after each step than after the one before")
         waits = Counter(map(str, node.counting.waits))
-        return {"launches": node.counting.launches.total(), "waits": dict(waits), "grown": grown}
+        return {"launches": node.counting.launches.total(), "waits": dict(waits), "grown": sum(grown)}

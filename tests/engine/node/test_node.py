@@ -112,7 +112,10 @@ def overwritten_by_numpy(x: torch.Tensor, side: torch.cuda.Stream) -> None:
 
 
 WRONG: dict[str, tuple[Callable, str]] = {
-    "CPU and GPU": (lambda x, _: x + torch.ones(4), r"tensors of two devices in add at .*: \[4\] on cuda:0, \[4\] on cpu"),
+    "CPU and GPU": (
+        lambda x, _: x + torch.ones(4),
+        r"tensors of two devices in add at .*: \[4\] on cuda:0, \[4\] on cpu",
+    ),
     "two GPUs": (lambda x, _: x + torch.ones(4, device="cuda:1"), "two devices in add at .*on cuda:1"),
     "written on the CPU": (lambda x, _: torch.ones(4).add_(x), "two devices in add_"),
     "numpy": (lambda x, _: x.numpy(), "can't convert cuda:0 device type tensor to numpy"),
@@ -124,7 +127,10 @@ WRONG: dict[str, tuple[Callable, str]] = {
     "cpu": (lambda x, _: x.cpu(), "blocking copy to the host"),
     "to": (lambda x, _: torch.arange(4).to(x.device), "blocking copy to the device"),
     "copy_": (lambda x, _: x.copy_(torch.ones(4)), "blocking copy to the device"),
-    "pageable": (lambda x, _: torch.ones(4).cuda(non_blocking=True), "pageable memory, which non_blocking does not help"),
+    "pageable": (
+        lambda x, _: torch.ones(4).cuda(non_blocking=True),
+        "pageable memory, which non_blocking does not help",
+    ),
     "list": (lambda x, _: torch.tensor([1, 2], device="cuda"), "torch.tensor of the host's values with device=cuda:0"),
     "new_tensor": (lambda x, _: x.new_tensor([1, 2]), "torch.tensor of the host's values with device=cuda:0"),
     "nonzero": (lambda x, _: x.nonzero(), "waits for cuda:0: nonzero"),
@@ -134,8 +140,14 @@ WRONG: dict[str, tuple[Callable, str]] = {
     "synchronize": (lambda x, _: torch.cuda.synchronize(), "torch.cuda.synchronize"),
     "event": (lambda x, _: torch.cuda.current_stream().record_event().synchronize(), "Event.synchronize"),
     "stream": (lambda x, side: side.synchronize(), "Stream.synchronize"),
-    "read on another stream": (two_streams, "race between streams: mul on side stream .* does not wait for add_ on the def"),
-    "written while read": (written_while_read, "race between streams: zero_ on the default .* writes .* wait for mul on side"),
+    "read on another stream": (
+        two_streams,
+        "race between streams: mul on side stream .* does not wait for add_ on the def",
+    ),
+    "written while read": (
+        written_while_read,
+        "race between streams: zero_ on the default .* writes .* wait for mul on side",
+    ),
     "freed while used": (freed_while_used, "memory freed too early: 16 bytes allocated at .* while mul of side stream"),
     "read too early": (read_too_early, "the host touches memory at .* has not reached: wait for an event"),
     "overwritten": (overwritten, "zero_ at .* writes pinned memory that a copy to the device"),
@@ -182,13 +194,18 @@ def entries(rank: int, *launched: str) -> list[Entry]:
     """ "a" is a collective of ranks 0 and 1 on communicator a, "a>1" a message to rank 1 on it."""
     found = []
     for text in launched:
-        name, sends, recvs = text[0], [int(each) for each in text[2:] if ">" in text], [int(text[2:])] if "<" in text else []
+        name, sends, recvs = (
+            text[0],
+            [int(each) for each in text[2:] if ">" in text],
+            [int(text[2:])] if "<" in text else [],
+        )
         found.append(Entry(name, (0, 1), f"op of {name}", f"line {len(found)}", sends, recvs))
     return found
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(["a", "b"], ["a", "b"]), (["a>1", "b", "a<1"], ["a<0", "b", "a>0"]), (["a"], ["a"]), ([], [])]
+    ("first", "second"),
+    [(["a", "b"], ["a", "b"]), (["a>1", "b", "a<1"], ["a<0", "b", "a>0"]), (["a"], ["a"]), ([], [])],
 )
 def test_one_order_on_all_ranks(first: list[str], second: list[str]) -> None:
     assert stuck({0: entries(0, *first), 1: entries(1, *second)}) == ""
