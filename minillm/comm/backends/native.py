@@ -268,8 +268,8 @@ class NativeWork(Work):
         return done
 
     def wait(self) -> Any:
-        """Makes the current stream wait for the operation; the host goes on. Once the stream that launched it has waited
-        its memory is let go of, so a wait on another stream does not make one on that stream needless."""
+        """Makes the current stream wait for the operation; the host goes on. Once the stream that launched it has
+        waited, its memory is let go of: a wait on another stream does not make one on that stream needless."""
         launch = self.launch
         if self._waited:
             if not launch.is_ordered and self._backend.current_stream() == launch.stream:

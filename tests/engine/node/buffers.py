@@ -29,15 +29,18 @@ def check_buffers(node: "Node") -> None:
     for group in node.process_groups:
         users |= {id(allocation): use for use in group.recent if use.waited for allocation in use.allocations}
     for backend in [each for each in gc.get_objects() if type(each) is NativeBackend]:
-        works = {}
+        works: dict[int, tuple[str, int]] = {}  # of each collective its text and the bytes
         for x in _tensors(backend):
             allocation = node.memory.of(x)
             if id(allocation) in users and allocation.num_bytes:
-                works[users[id(allocation)].text] = works.get(users[id(allocation)].text, 0) + allocation.num_bytes
+                use = users[id(allocation)]
+                works[id(use)] = use.text, works.get(id(use), ("", 0))[1] + allocation.num_bytes
         if len(works) > 1:
+            texts = sorted({text for text, _ in works.values()})
             raise NodeError(
-                f"buffers are kept behind their wait: the backend of a group holds {sum(works.values())} bytes of "
-                f"{len(works)} collectives that have all been waited for: {', '.join(list(works)[:3])}"
+                f"buffers are kept behind their wait: the backend of a group holds "
+                f"{sum(num_bytes for _, num_bytes in works.values())} bytes of {len(works)} collectives that have all "
+                f"been waited for: {', '.join(texts[:3])}"
             )
 
 

@@ -23,8 +23,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _TORCH = str(Path(torch.__file__).parent)
-_NODE = str(Path(__file__).parent)
-_BACKEND = str(Path(__file__).parent.parent / "comm" / "nccl_like.py")
+_HERE = Path(__file__).parent
+_OF_THE_NODE = ("counting", "memory", "races", "streams", "node", "lies", "process_group", "launching")
+_OURS = {str(_HERE / f"{name}.py") for name in _OF_THE_NODE} | {str(_HERE.parent / "comm" / "nccl_like.py")}
 # Reads of values by the host: on a GPU each of them waits for all that its stream has queued.
 HOST_READS = {
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "argwhere", "masked_select", "bincount"),
@@ -52,17 +53,17 @@ class Site:
 
 
 def site(most: int = 40) -> Site:
-    """Of the calling line."""
-    frame, line, callers = sys._getframe(1), "", []
+    """Of the calling line; where that is inside minillm.comm, also of the line that called into it."""
+    frame, lines, callers = sys._getframe(1), [], []
     while frame is not None and len(callers) < most:
         code = frame.f_code
         file = code.co_filename
-        if not file.startswith((_TORCH, _BACKEND, "<")) and (not file.startswith(_NODE) or "/test_" in file):
-            name = f"{file.rpartition('/')[2]}:{code.co_name}"
-            callers.append(name)
-            line = line or f"{'/'.join(file.split('/')[-3:])}:{frame.f_lineno} in {code.co_name}"
+        if file not in _OURS and not file.startswith((_TORCH, "<")):
+            callers.append(f"{file.rpartition('/')[2]}:{code.co_name}")
+            if not lines or (len(lines) == 1 and "/minillm/comm/" not in file and "comm/" in lines[0]):
+                lines.append(f"{'/'.join(file.split('/')[-3:])}:{frame.f_lineno} in {code.co_name}")
         frame = frame.f_back
-    return Site(line or "unknown", tuple(callers))
+    return Site(", for ".join(lines) or "unknown", tuple(callers))
 
 
 @dataclass(frozen=True)

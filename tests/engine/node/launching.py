@@ -64,26 +64,27 @@ def check_all(node: Node) -> None:
 
 def check_order(node: Node, wait_s: float = 60) -> None:
     """RuleBroken if the ranks' launches could block each other. Every rank calls it."""
-    if text := told_stuck(node, wait_s):
+    if text := told_stuck(wait_s):
         raise RuleBroken(text)
 
 
-def told_stuck(node: Node, wait_s: float) -> str:
+def told_stuck(wait_s: float) -> str:
     """What `stuck` says of all ranks; of those that tell in time."""
-    store, rank = node.process_groups[0].store_of_logs, dist.get_rank()
-    store.set(f"launched{rank}", pickle.dumps(node.launched))
+    node, store, rank = streams.NODE, dist.distributed_c10d._get_default_store(), dist.get_rank()
+    key = f"launched since {node.process_groups[0].label} by rank " if node.process_groups else "launched by rank "
+    store.set(f"{key}{rank}", pickle.dumps(node.launched))
     told: dict[int, list[Entry]] = {rank: node.launched}
     for other in range(dist.get_world_size()):
         if other == rank:
             continue
         with contextlib.suppress(dist.DistStoreError, RuntimeError):
-            store.wait([f"launched{other}"], timedelta(seconds=wait_s))
-            told[other] = pickle.loads(store.get(f"launched{other}"))
+            store.wait([f"{key}{other}"], timedelta(seconds=wait_s))
+            told[other] = pickle.loads(store.get(f"{key}{other}"))
     return stuck(told)
 
 
 def _stuck_in(group: NodeGroup) -> str:
-    return "\n" + told_stuck(streams.NODE, wait_s=5)
+    return "\n" + told_stuck(wait_s=5)
 
 
 NodeGroup.stuck = _stuck_in

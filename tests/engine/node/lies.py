@@ -278,6 +278,7 @@ def _cuda(node: "Node", undo: Undo) -> None:
     }
     for name, value in told.items():
         undo.set(cuda, name, value)
+    undo.set(cuda.nccl, "version", lambda: (2, 27, 0))
     accelerator = {
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
         "current_device_index": cuda.current_device,

@@ -1,9 +1,9 @@
 """Where every piece of memory lies, and when it is free again: the caching allocator of the pretend node.
 
-Tensors lie on the CPU; their storages are looked up here. CUDA's allocator gives a block that the host has freed to the
-next allocation *on the stream that it was allocated on*, at once. That is right only if this stream is behind all that
-other streams do with the block, or if `record_stream` has told the allocator of them. So a freed block waits in `_freed`
-for the next allocation of its stream, and is checked then.
+Tensors lie on the CPU; their storages are looked up here. CUDA's allocator gives a block that the host has freed to
+the next allocation *on the stream that it was allocated on*, at once. That is right only if this stream is behind all
+that other streams do with the block, or if `record_stream` has told the allocator of them. So a freed block waits in
+`_freed` for the next allocation of its stream, and is checked then.
 """
 
 import weakref
@@ -37,7 +37,7 @@ class Allocation:
 
 
 class Memory:
-    """alive, peak: bytes of each device; errors: what was found while nobody could be told (in a finalizer)."""
+    """alive, peak: bytes of each device."""
 
     def __init__(self, races: Races) -> None:
         self._races = races

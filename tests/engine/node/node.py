@@ -90,8 +90,7 @@ class Node(Devices, Watch):
 
     def finish(self) -> None:
         """At the end of a program: nothing is left that is wrong."""
-        for stream in list(self._default.values()):
-            self.races._handle_stream_synchronization(stream.stream_id)
+        self.races._handle_device_synchronization()
         self.arrive(everything=True)
 
     @contextlib.contextmanager

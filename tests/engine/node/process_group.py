@@ -1,6 +1,6 @@
 """The process group "nccl" of a pretended node: the rules of `tests.engine.comm.nccl_like`, and streams.
 
-    calling thread    launch ───── compute (on the current stream) ───── wait: the current stream waits, the host goes on
+    calling thread    launch ───── compute (on the current stream) ───── wait: that stream waits, the host goes on
     its own stream    waits for the current stream ── all_reduce ──┘
 
 A communicator has a stream of its own, which the sanitizer knows; a worker thread carries the operation out over gloo.
@@ -118,7 +118,7 @@ class Handle(dist.Work):
 
 
 class NodeGroup(NcclLike):
-    """Stands for ProcessGroupNCCL. works: those not waited for, or not carried out yet; recent: what the last ones used."""
+    """Stands for ProcessGroupNCCL. works: not waited for, or not carried out yet; recent: what the last ones used."""
 
     class Options:
         """What torch fills in."""
@@ -132,7 +132,6 @@ class NodeGroup(NcclLike):
         self.label = f"communicator {self.label} of ranks {self._ranks or 'all'}"
         self.stream = streams.Stream(name=f"NCCL's stream of {self.label}")
         self.recent: deque[Use] = deque(maxlen=200)
-        self.store_of_logs = dist.PrefixStore("logs", store)
         self._messages: tuple[list[int], list[int]] = [], []  # peers of the batch that is being launched
         node.process_groups.append(self)
 

@@ -50,12 +50,14 @@ def steps(group: Group, layout: ParallelConfig, case: Case, *allowed: str, stric
         gc.collect()
         gc.disable()  # memory that waits for the garbage collector counts as kept
         alive = [node.memory.alive[group.device]]
-        for _ in range(STEPS):
-            node.counting.clear()
-            with node.without_waits(*allowed) if strict else nullcontext():
-                step()
-            alive.append(node.memory.alive[group.device])
-        gc.enable()
+        try:
+            for _ in range(STEPS):
+                node.counting.clear()
+                with node.without_waits(*allowed) if strict else nullcontext():
+                    step()
+                alive.append(node.memory.alive[group.device])
+        finally:
+            gc.enable()
         grown = [after - before for before, after in pairwise(alive)]
         if strict and min(grown) > 0:  # a group may keep what its latest operation has used: now and then it is more
             raise NodeError(f"memory grows: {grown} more bytes are alive after each step than after the one before")

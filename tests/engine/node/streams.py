@@ -1,7 +1,7 @@
 """Streams, events and devices as `torch.cuda` has them, pretended: they keep the clocks of `races.py`.
 
-Kernels run when they are launched, so values are right; but nobody can tell: an event or a stream says that it is done
-only when the host has waited for it, or after `lag` questions (a device far behind its host that catches up in the end).
+Kernels run when they are launched, so values are right; but nobody can tell: an event or a stream says that it is
+done only when the host has waited for it, or after `lag` questions: a device far behind its host, which catches up.
 """
 
 import contextlib

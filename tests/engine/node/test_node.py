@@ -1,4 +1,4 @@
-"""The pretended node by itself, in this process: it has eight GPUs, numbers are right, and every kind of fault is named."""
+"""The pretended node by itself, in this process: eight GPUs, right numbers, and every kind of fault is named."""
 
 from collections.abc import Callable
 
