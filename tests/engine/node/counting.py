@@ -133,6 +133,9 @@ class Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and _is_composite(func):  # elsewhere it comes in pieces
+            with self:
+                return func.decompose(*args, **kwargs)
         call = _call(func, args, kwargs)
         self.watch.before(call)
         result = func(*args, **kwargs)
@@ -164,6 +167,11 @@ def _plan(func: Any) -> tuple[str, tuple[str, ...], frozenset[str], bool]:
     aliases = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
     names = tuple(a.name for a in schema.arguments)
     return schema.name.partition("::")[2], names, written, aliases and not written
+
+
+@lru_cache(None)
+def _is_composite(func: Any) -> bool:
+    return func._can_decompose()
 
 
 def _call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:

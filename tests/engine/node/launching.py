@@ -91,12 +91,15 @@ NodeGroup.stuck = _stuck_in
 
 
 @contextlib.contextmanager
-def all_launches_on_a_node(**how: Any) -> Iterator[None]:
-    """Inside, whatever this process launches runs on GPUs of a node: for programs that call `launch` themselves."""
+def all_launches_on_a_node(force: bool = True, **how: Any) -> Iterator[None]:
+    """Inside, whatever this process launches runs on a node: for programs that call `launch` themselves.
+
+    force: on its GPUs, whatever device the program asks for."""
     plain = worker.Job
 
     def job(function: Callable, *args: Any) -> Any:
-        return replace(plain(on_node(function, **how), *args), device="cuda")
+        made = plain(on_node(function, **how), *args)
+        return replace(made, device="cuda") if force else made
 
     worker.Job = job
     try:

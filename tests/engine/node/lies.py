@@ -197,7 +197,8 @@ def _factories(node: "Node", undo: Undo) -> None:
 
         return make
 
-    for plain in torch.utils._device._device_constructors():
+    like = [torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like]
+    for plain in [*torch.utils._device._device_constructors(), *like, torch.randint_like]:
         if getattr(torch, plain.__name__, None) is plain:
             undo.set(torch, plain.__name__, telling(plain.__name__, plain))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"):
