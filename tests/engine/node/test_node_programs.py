@@ -5,8 +5,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from minillm.comm import Group, launch
 from minillm.data import Tokens
@@ -40,7 +40,7 @@ def answers(device: str, node: Node | None, **how: object) -> tuple[list[list[in
             waits.append(Counter(each.kind for each in node.counting.waits if not each.site.is_within(OF_THE_BACKEND)))
     errors = [record.error for record in llm.records if record.error]
     assert not errors, errors
-    return [output.tokens for output in sorted(outputs, key=lambda output: output.id)], waits
+    return [output.answers[0].tokens for output in sorted(outputs, key=lambda output: output.request_id)], waits
 
 
 OF_THE_BACKEND = ("gather.py:prepare",)  # the backend for CPUs; a GPU's is Triton's, which makes no copy of its own
@@ -69,15 +69,21 @@ LAYOUTS = [
     ParallelConfig(dp=2, zero=3),
     ParallelConfig(tp=2, sequence=True),
     ParallelConfig(pp=2, accumulate=2),
-    ParallelConfig(cp=2, context="zigzag"),
-]
+]  # without cp, which takes Triton's kernels in float32
+
+
+# The loss, and the times of the ledger, once the step is done.
+EXPECTED = (
+    "the host reads values (.tolist) at minillm/train/trainer.py",
+    "Event.synchronize at minillm/measure/clock.py",
+)
 
 
 def train(group: Group, layouts: list[ParallelConfig]) -> dict[str, tuple[list[float], list[str]]]:
     """Of each layout the losses of three steps, and the lines at which the last one has waited."""
     found = {}
     for layout in layouts:
-        tokens = Tokens(torch.arange(600) % 61, vocab_size=64)
+        tokens = Tokens((np.arange(3000) ** 2 % 53).astype(np.uint16), 53, 0, 1, 9000)
         config = TrainConfig(CONFIG, seq_len=16, batch_size=4 // layout.dp, steps=3, accumulate=layout.accumulate)
         strategy = make_strategy(group, layout)
         with strategy, Trainer(config, tokens, device=group.device, parallel=strategy) as trainer:
@@ -97,7 +103,7 @@ def test_trainers_learn_on_a_node_as_on_the_cpu() -> None:
     found = launch(on_node(train), 2, LAYOUTS, device="cuda", timeout=200)[0]
     for name, (losses, waits) in found.items():
         assert losses == pytest.approx(expected[name][0], rel=1e-4), name
-        print(name, *waits, sep="\n    ")
+        assert not [wait for wait in waits if not wait.startswith(EXPECTED)], name
 
 
 # The labs.
