@@ -13,6 +13,7 @@ that wait too long, and ends all of them when one fails.
 
 import atexit
 import contextlib
+import datetime
 import linecache
 import math
 import os
@@ -44,6 +45,7 @@ from minillm.comm.launch.torchrun import in_place
 MAX_RANKS = 64  # processes that are started here; torchrun may start more
 MAX_TIMEOUT_S = 1e7
 START_S = 180.0  # ranks may take this long to start, however short the timeout: they import what the caller imports
+STORE_S = 30.0  # at most, until this process has reached its own store
 POLL_S = 0.02
 LOOK_S = 1.0  # between two looks at whether ranks are stopped
 GRACE_S = 0.4  # after the first failure, time for the others to say how they ended
@@ -88,7 +90,7 @@ class Run:
     def __init__(self, folder: Path, job: worker.Job) -> None:
         self.folder, self.job, self.nproc = folder, job, job.nproc
         self.recorder = FlightRecorder(folder / "recorder", range(job.nproc))
-        self.store = _store()
+        self.store = _store(job.timeout_s)
         context = start_context()
         arguments = [(str(folder), rank, job.nproc, self.store.port, dict(os.environ)) for rank in range(job.nproc)]
         self.ranks = [context.Process(target=worker.main, args=args, name=f"rank{args[1]}") for args in arguments]
@@ -221,11 +223,13 @@ def _folder() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _store() -> dist.TCPStore:
-    """The store in which ranks meet. torch's own would listen on every interface; this one listens on loopback."""
+def _store(timeout_s: float) -> dist.TCPStore:
+    """The store in which ranks meet. torch's own would listen on every interface; this one listens on loopback. It is
+    reached at once, or (no file descriptor is left) not at all: torch would try for 300 s."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    how = {"is_master": True, "wait_for_workers": False, "timeout": datetime.timedelta(seconds=min(timeout_s, STORE_S))}
+    return dist.TCPStore("127.0.0.1", port, master_listen_fd=listener.detach(), **how)
 
 
 def _cell_sources() -> dict[str, tuple]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a process group: its default arguments would hold on to one
@@ -245,10 +246,22 @@ def _settle(folder: Path, rank: int) -> None:
 def _die_with_launcher(folder: Path) -> None:
     """The fork server outlives a killed launcher as long as it has children, so each rank has to notice itself; so does
     a rank whose launch ended before the rank had started: its folder has gone."""
-    launcher = multiprocessing.parent_process()
+    launcher, server = multiprocessing.parent_process(), os.getppid()
     while launcher.is_alive() and folder.exists():
         launcher.join(LOOK_S)
     if not launcher.is_alive() and (sockets := socket_folder()):
         shutil.rmtree(sockets, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
+    if server not in (launcher.pid, 1):
+        end_stopped_children(server)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_stopped_children(server: int) -> None:
+    """Ends the other ranks that this server has forked and that are stopped (SIGSTOP, a debugger): those cannot notice
+    that their launcher has gone, and would keep the server."""
+    with contextlib.suppress(psutil.Error):
+        for other in psutil.Process(server).children() if os.getppid() == server else ():
+            with contextlib.suppress(psutil.Error):
+                if other.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    other.kill()

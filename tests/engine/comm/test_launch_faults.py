@@ -18,6 +18,7 @@ import rank_programs as programs
 import torch
 
 from minillm.comm import HangError, MismatchError, RankError, launch
+from minillm.comm.launch.launcher import STORE_S
 from minillm.comm.launch.outcome import _death
 
 ROOT = Path(__file__).parents[3]
@@ -401,7 +402,6 @@ launch(f, 3)
 INTERRUPTED_ANYWHERE = """
 import signal, sys, time
 from minillm.comm import launch
-from minillm.comm.launch import launcher
 
 name = sys.argv[1]
 original = getattr(launcher.Run, name)
@@ -451,6 +451,38 @@ def test_ranks_die_with_their_launcher(tmp_path) -> None:
         assert ("KeyboardInterrupt" in err) == (number == "SIGINT")
         assert not psutil.wait_procs(family, timeout=300)[1]
     assert not list(tmp_path.glob("minillm-*"))
+
+
+@pytest.mark.full
+def test_stopped_ranks_end_with_their_launcher_too(tmp_path) -> None:
+    """A stopped process cannot notice anything itself: another rank ends it."""
+    launcher = start_endless(tmp_path)
+    pids = [int(launcher.stdout.readline().split()[-1]) for _ in range(3)]
+    family = psutil.Process(launcher.pid).children(recursive=True)
+    os.kill(pids[1], signal.SIGSTOP)
+    launcher.kill()
+    launcher.communicate(timeout=300)
+    assert not psutil.wait_procs(family, timeout=60)[1]
+    assert not list(tmp_path.glob("minillm-*"))
+
+
+def test_the_store_is_not_waited_for_longer_than_the_timeout(monkeypatch) -> None:
+    """Where no file descriptor is left torch would try to reach it for 300 s."""
+    waits = []
+
+    class NoStore(Exception):
+        pass
+
+    def store(*_, **how):
+        waits.append(how["timeout"].total_seconds())
+        os.close(how["master_listen_fd"])
+        raise NoStore
+
+    monkeypatch.setattr("minillm.comm.launch.launcher.dist.TCPStore", store)
+    for timeout in (2.0, 600.0):
+        with pytest.raises(NoStore):
+            launch(programs.nothing, 2, timeout=timeout)
+    assert waits == [2.0, STORE_S]
 
 
 @pytest.mark.full
