@@ -12,6 +12,7 @@ operation as one launch even where CUDA needs several kernels.
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -110,14 +111,27 @@ class Watch:
     def host_waits(self, kind: str, device: torch.device, at: Site) -> None: ...
 
 
+class _ThreadState(threading.local):
+    paused = False
+
+
 class Counting(TorchDispatchMode):
     """See above."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
-        self.watch, self.paused = watch, False
+        self.watch, self._mine = watch, _ThreadState()
         self.launches: Counter[str] = Counter()
         self.waits: list[Wait] = []
+
+    @property
+    def paused(self) -> bool:
+        """Whether operations of this thread pass unseen."""
+        return self._mine.paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._mine.paused = paused
 
     def clear(self) -> None:
         self.launches.clear()

@@ -171,11 +171,11 @@ def _factories(node: "Node", undo: Undo) -> None:
             device, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
             if name == "tensor" and device is None and isinstance(args[0], torch.Tensor):  # x.new_tensor(values)
                 device = args[0].device if plain is not true_tensor else None
-            node.in_factory += 1
+            node.mine.in_factory += 1
             try:
                 return place(device, pinned, *args, **kwargs)
             finally:
-                node.in_factory -= 1
+                node.mine.in_factory -= 1
 
         def place(device: Any, pinned: bool, *args: Any, **kwargs: Any) -> Any:
             if device is None:

@@ -22,6 +22,7 @@ and gradients that go back over `.to(device)` from a GPU to the host. Triton's k
 """
 
 import contextlib
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -61,6 +62,12 @@ class HostCopy:
             )
 
 
+class ThreadState(threading.local):
+    """in_factory: how many factories of Python are under way in this thread."""
+
+    in_factory = 0
+
+
 class Node(Devices, Watch):
     """count: GPUs of the node; lag: how often an event says that it is not done yet before it is."""
 
@@ -70,7 +77,7 @@ class Node(Devices, Watch):
         self.memory = Memory(self.races)
         self.counting = Counting(self)
         self.target: tuple[torch.device | None, bool] | None = None  # of the `.to` under way, and its non_blocking
-        self.in_factory = 0  # how many factories of Python are under way
+        self.mine = ThreadState()
         self.process_groups: list[Any] = []
         self.launched: list[Entry] = []
         self.stack: Any = None  # what takes the node away again, in a rank
@@ -146,7 +153,7 @@ class Node(Devices, Watch):
             self._copy(call)
             return
         if device is None:
-            if not (call.reads or call.writes or self.in_factory):
+            if not (call.reads or call.writes or self.mine.in_factory):
                 for x in call.outputs:
                     self.memory.add(x, None, 0).is_from_cpp = True
             return

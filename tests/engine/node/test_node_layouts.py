@@ -3,6 +3,8 @@
 One launch for each number of ranks: starting ranks takes longer than their steps.
 """
 
+import os
+
 import pytest
 
 from minillm.comm import Group, launch
@@ -28,14 +30,18 @@ def known_waits(layout: ParallelConfig) -> tuple[str, ...]:
     return waits
 
 
-HYBRIDS = [
-    *(ParallelConfig(dp=2, tp=2, sequence=True, zero=zero) for zero in (0, 3)),
-    *(ParallelConfig(dp=2, pp=2, accumulate=2, zero=zero) for zero in (1, 3)),
+LAYOUTS = [
+    *(ParallelConfig(dp=2, zero=zero, accumulate=2) for zero in range(4)),
+    ParallelConfig(tp=2, sequence=True),
+    *(ParallelConfig(cp=2, pad=True, context=context) for context in ("zigzag", "ulysses", "gather")),
+    *(ParallelConfig(pp=2, accumulate=2, schedule=schedule) for schedule in ("1f1b", "zero_bubble_v")),
+    ParallelConfig(dp=2, ep=2, zero=2),
+    ParallelConfig(dp=4, dp_replicate=2, zero=3),
+    ParallelConfig(dp=2, tp=2, sequence=True, zero=3),
+    ParallelConfig(dp=2, pp=2, accumulate=2, zero=1),
     ParallelConfig(tp=2, pp=2, accumulate=2, schedule="dualpipe"),
-    ParallelConfig(dp=2, cp=2, pad=True, context="zigzag", zero=2),
-    ParallelConfig(dp=2, ep=2, tp=2, sequence=True),
+    ParallelConfig(dp=4, ep=4, ep_nodes=2),
 ]
-LAYOUTS = [*one_per_axis(1), *HYBRIDS]
 SIZES = sorted({layout.world_size for layout in LAYOUTS})
 
 
@@ -57,7 +63,9 @@ def test_a_step_neither_waits_nor_keeps_memory(size: int) -> None:
 
 @pytest.mark.full
 def test_the_oracle_gets_the_numbers_of_one_process() -> None:
-    chosen = one_per_axis(1) | {layout: {"tied": cases_of(layout)["tied"]} for layout in HYBRIDS if layout.ep == 1}
+    chosen = one_per_axis(1)
+    if not os.environ.get("MINILLM_PROOF"):  # all of them take six minutes on two busy cores
+        chosen = {layout: chosen[layout] for layout in list(chosen)[:: len(chosen) // 8]}
     with all_launches_on_a_node():
         rows = compare(list(chosen), chosen.__getitem__, steps=2)
     assert len(rows) == len(chosen) and not [row for row in rows if not row.ok]
