@@ -14,20 +14,18 @@ from tests.engine.node.launching import all_launches_on_a_node, on_node
 from tests.engine.node.steps import steps
 from tests.engine.oracle.layouts import one_per_axis
 
-# Host waits that are known: "file.py:function" -> of which layouts, and why.
-POSITIONS = ("oracle.py:_positions_of", "transformer.py:forward")  # positions come from the host, once a forward pass
-PERMUTED = (*POSITIONS, "exchange.py:_places", "exchange.py:__call__", "tiled.py:_tensor")  # and once a layer
-DISPATCH = ("dispatch.py:of", "experts.py:forward")  # how many rows go to each expert and come from each rank
-NODES = (*DISPATCH, "permute.py:sort_by_expert", "nodes.py:__call__")
+# Host waits that are known, by caller.
+POSITIONS = ("oracle.py:_positions_of",)  # of this test itself
+TILES = (*POSITIONS, "tiled.py:_tensor")  # in float64 tiles are computed by Python, whose bounds come from the host
+EXPERTS = ("dispatch.py:__call__", "nodes.py:__call__")  # once a layer: how many rows come from each rank
+ROWS = (*EXPERTS, "experts.py:forward")  # once a layer: rows of each expert, in dtypes without a grouped product
 
 
 def known_waits(layout: ParallelConfig) -> tuple[str, ...]:
     waits: tuple[str, ...] = ()
     if layout.cp > 1:
-        waits += POSITIONS if layout.context in ("ring", "zigzag") else PERMUTED
-    if layout.ep > 1:
-        waits += NODES if layout.ep_nodes > 1 else DISPATCH
-    return waits
+        waits += TILES if layout.context == "gather" else POSITIONS
+    return waits + ROWS if layout.ep > 1 else waits
 
 
 LAYOUTS = [
