@@ -290,11 +290,16 @@ class Trainer:
         check_tokens(batch.inputs, self.config.model)
         documents = None
         if self.config.documents:
-            documents = self.loader.dataset.documents(batch.indices).to(self.device)
+            documents = self._copy(self.loader.dataset.documents(batch.indices))
         goals = None
         if self.teacher and self.config.distil_share:
             goals = partial(self.teacher.goals, batch, documents)
-        return Microbatch(batch.inputs.to(self.device), batch.targets.to(self.device), None, documents, goals)
+        return Microbatch(self._copy(batch.inputs), self._copy(batch.targets), None, documents, goals)
+
+    def _copy(self, x: Tensor) -> Tensor:
+        """x on the device. To a GPU from pinned memory, of which torch keeps what a finished copy has left: a copy of
+        ordinary memory would make the host wait for all that it has queued."""
+        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x.to(self.device)
 
     @contextmanager
     def _computing(self, name: str) -> Iterator[None]:

@@ -268,10 +268,14 @@ class NativeWork(Work):
         return done
 
     def wait(self) -> Any:
-        """Makes the current stream wait for the operation; the host goes on."""
-        if self._waited:
-            return self._result
+        """Makes the current stream wait for the operation; the host goes on. Once the stream that launched it has
+        waited, its memory is let go of: a wait on another stream does not make one on that stream needless."""
         launch = self.launch
+        if self._waited:
+            if not launch.is_ordered and self._backend.current_stream() == launch.stream:
+                launch.order()
+                self._backend.let_go(launch)
+            return self._result
         if launch.event is None:
             launch.order()
         else:

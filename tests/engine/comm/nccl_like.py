@@ -16,7 +16,16 @@ The rules, as of NCCL through `torch.distributed`:
   never a thread of a pool.
 - Every operation is waited for; `unwaited` tells which were not.
 
-It differs from NCCL in one way: `wait` holds up the host as well, which is stricter.
+It is stricter than NCCL in one way: `wait` holds up the host as well. What it cannot see, and `tests/engine/node`
+does, whose process group is built on this one:
+
+- streams: whether a kernel waits for the operation whose result it reads, `record_stream`, which stream launches;
+- lifetimes: a `Work` here holds its tensors, so it misses memory that is freed too early or kept too long;
+- the order between communicators: each has a thread of its own, so any two orders come to an end;
+- devices: tensors are the CPU's; host waits and copies between host and device do not exist.
+
+Neither of them sees time, dtypes or alignments that NCCL lacks, the memory that NCCL itself takes, a fault of a link, or
+collectives in a CUDA graph. Unbatched messages are stricter here: small ones of NCCL may pass without their receiver.
 """
 
 import ctypes
@@ -117,6 +126,7 @@ class Stream:
     def _work(self) -> None:
         while (work := self._todo.get()) is not None:
             work.work_off()
+            del work  # or its tensors would live until the next one comes
 
 
 class NcclLike(dist.ProcessGroup):
