@@ -194,8 +194,11 @@ class NativeBackend:
 
     def retire_finished(self) -> None:
         """Withdraw the announcements of operations that the device has finished."""
-        while self._launched and not self._capturing() and self._launched[0].is_done():
-            self._launched.popleft().operation.complete()
+        if self._capturing():
+            return
+        launched = self._launched
+        while launched and launched[0].is_done():
+            launched.popleft().operation.complete()
 
     def current_stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self.device) if self._on_gpu else None

@@ -41,13 +41,13 @@ class MismatchCheck:
         recorder.post(self._me, ordinal, sequence, text, launched)
         if ordinal != self._ordinal:
             return
-        for rank in self._others:
-            if (other := recorder.conflict(rank, ordinal, sequence, text)) is not None:
-                mine = recorder.posted_in(self._me, ordinal)
-                raise MismatchError(
-                    f"operation {sequence} of group {self._name!r} is {mine} on rank {self._me} "
-                    f"but {other} on rank {rank}: all ranks must call the same operation with the same shape and dtype"
-                )
+        if (conflict := recorder.conflict(self._others, ordinal, sequence, text)) is not None:
+            rank, other = conflict
+            mine = recorder.posted_in(self._me, ordinal)
+            raise MismatchError(
+                f"operation {sequence} of group {self._name!r} is {mine} on rank {self._me} "
+                f"but {other} on rank {rank}: all ranks must call the same operation with the same shape and dtype"
+            )
 
     def withdraw(self, ordinal: int, sequence: int) -> None:
         """Say that the operation is over."""
