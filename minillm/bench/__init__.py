@@ -36,6 +36,9 @@ def command(
     repeats: Annotated[int | None, typer.Option(help="Pairs of runs per row, 5 or more.")] = None,
     world_sizes: Annotated[str | None, typer.Option(help="Numbers of ranks, such as 2,4.")] = None,
     sizes: Annotated[str | None, typer.Option(help="Bytes of the tensors, such as 64k,1M.")] = None,
+    host: Annotated[
+        bool, typer.Option("--host", help="Of comm: what the host alone costs, beside torch's own call.")
+    ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a page.")] = False,
     json_file: JsonFile = None,
 ) -> int:
@@ -45,6 +48,7 @@ def command(
         repeats=repeats,
         world_sizes=_whole_numbers("--world-sizes", world_sizes),
         sizes=_whole_numbers("--sizes", sizes),
+        host=host or None,
     )
     print(report.markdown() if markdown else report)
     write_json(json_file, report.to_json())

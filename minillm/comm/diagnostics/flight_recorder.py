@@ -121,12 +121,12 @@ class FlightRecorder:
                 return rank, other
         return None
 
-    def note_message(self, rank: int, peer: int, sending: bool, ordinal: int, number: int, text: str) -> str | None:
+    def note_message(self, rank: int, peer: int, sending: bool, ordinal: int, number: int, text: bytes) -> bytes | None:
         """Note message `number` of this group between two ranks; returns what the other side has noted about it."""
-        raw = text.encode()[: NOTE_BYTES - _NOTE.size]
+        raw = text[: NOTE_BYTES - _NOTE.size]
         self._publish(self._note(rank, peer, sending), _NOTE, (ordinal, number), raw)
         header, theirs = self._entry(self._note(peer, rank, not sending), _NOTE)
-        return theirs.decode(errors="replace") if header[:2] == (ordinal, number) else None
+        return theirs if header[:2] == (ordinal, number) else None
 
     def posted_in(self, rank: int, ordinal: int) -> RecordedOperation | None:
         """The latest operation of this rank in this group."""

@@ -71,14 +71,14 @@ def test_more_groups_than_records(tmp_path) -> None:
 
 def test_notes_between_two_ranks(tmp_path) -> None:
     board = FlightRecorder(tmp_path / "board", range(3))
-    assert board.note_message(0, 1, True, 2, 1, "4 float32") is None
-    assert board.note_message(1, 0, False, 2, 1, "8 float32") == "4 float32"
-    assert board.note_message(0, 1, True, 2, 1, "4 float32") == "8 float32"
-    assert board.note_message(1, 0, True, 2, 1, "9 int8") is None  # the other direction
-    assert board.note_message(2, 0, False, 2, 1, "9 int8") is None  # another pair
-    assert board.note_message(1, 0, False, 2, 2, "8 float32") is None  # another message
-    assert board.note_message(0, 1, True, 4, 2, "8 float32") is None  # another group
-    assert len(board.note_message(1, 0, False, 4, 2, "z" * 1000)) == 9
+    assert board.note_message(0, 1, True, 2, 1, b"4 float32") is None
+    assert board.note_message(1, 0, False, 2, 1, b"8 float32") == b"4 float32"
+    assert board.note_message(0, 1, True, 2, 1, b"4 float32") == b"8 float32"
+    assert board.note_message(1, 0, True, 2, 1, b"9 int8") is None  # the other direction
+    assert board.note_message(2, 0, False, 2, 1, b"9 int8") is None  # another pair
+    assert board.note_message(1, 0, False, 2, 2, b"8 float32") is None  # another message
+    assert board.note_message(0, 1, True, 4, 2, b"8 float32") is None  # another group
+    assert len(board.note_message(1, 0, False, 4, 2, b"z" * 1000)) == 9
 
 
 def test_first_rank_of_a_node(tmp_path) -> None:
@@ -95,7 +95,7 @@ def hammer(group, path, count):
     """Rank 0 posts and notes as fast as it can; rank 1 reads all the time: what it sees is whole, or nothing."""
     board, seen = FlightRecorder(path, range(2)), 0
     texts = [text(shape=(k,) * 7, ranks=range(50), name="n" * k) for k in range(1, 9)]
-    notes = [f"{k} float32 in " + "x" * k for k in range(60)]
+    notes = [b"%d float32 in " % k + b"x" * k for k in range(60)]
     if group.rank == 0:
         board.set_state(0, RUNNING)
     group.barrier()
@@ -119,7 +119,7 @@ def hammer(group, path, count):
         for j in range(i, i + 30):
             if board.conflict([0], 2, j, texts[j % 8]):
                 wrong.append(("conflict", j))
-            note = board.note_message(1, 0, False, 2, j, "")
+            note = board.note_message(1, 0, False, 2, j, b"")
             if note not in (None, notes[j % 60]):
                 wrong.append(("note", j, note))
         sign, wait = board.signs(0)

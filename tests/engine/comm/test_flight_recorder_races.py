@@ -9,7 +9,7 @@ from minillm.comm.diagnostics.flight_recorder import FlightRecorder, describe
 SENDING, GROUP = True, 2
 LONG = describe("all_reduce", [1024, 1024], "float32", [0, 1], "world")
 SHORT = describe("barrier", [0], "float32", [0, 1], "world")
-LONG_NOTE, SHORT_NOTE = "[1000000] float32", "[1] float32"
+LONG_NOTE, SHORT_NOTE = b"[1000000] float32", b"[1] float32"
 
 
 class SharedMemory:
@@ -78,8 +78,8 @@ def test_reader_looks_while_it_is_written(boards):
     def look():
         assert reader.conflict([1], GROUP, 7, LONG) is None
         assert reader.conflict([1], GROUP, 8, SHORT) is None
-        assert reader.note_message(0, 1, not SENDING, GROUP, 7, "") in (None, LONG_NOTE)
-        theirs = reader.note_message(0, 1, not SENDING, GROUP, 8, "")
+        assert reader.note_message(0, 1, not SENDING, GROUP, 7, b"") in (None, LONG_NOTE)
+        theirs = reader.note_message(0, 1, not SENDING, GROUP, 8, b"")
         assert theirs in (None, SHORT_NOTE)
         posted = reader.posted_in(1, GROUP)
         seen.append((posted and posted.op, theirs))
