@@ -5,6 +5,7 @@ embedding and activation are fused or compiled. Where it is not there yet, the t
 """
 
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -85,23 +86,22 @@ def test_a_decoding_layer(name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
-def test_a_decoding_layer_that_is_compiled(name, monkeypatch):
+def test_a_decoding_layer_that_is_compiled(name):
     """What inductor makes of a block, which it compiles once for all layers and numbers of tokens above 1, and what it
     leaves alone: both writes of keys and values, and attention."""
     from torch._inductor import config
     from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
 
-    monkeypatch.setattr(config, "force_disable_caches", True)
     kernels, codegen = [], Scheduler.codegen
 
     def counted(self):
         kernels.extend(node for node in self.nodes if not isinstance(node, NopKernelSchedulerNode))
         return codegen(self)
 
-    monkeypatch.setattr(Scheduler, "codegen", counted)
     torch.compiler.reset()
-    llm = LLM(make(name, 2), num_blocks=64, block_size=4, backend=paged_attention, fused=True, compile=True)
-    llm.generate([[1, 2, 3], [4, 5], [6]], SamplingParams(max_tokens=3))
+    with config.patch(force_disable_caches=True), mock.patch.object(Scheduler, "codegen", counted):
+        llm = LLM(make(name, 2), num_blocks=64, block_size=4, backend=paged_attention, fused=True, compile=True)
+        llm.generate([[1, 2, 3], [4, 5], [6]], SamplingParams(max_tokens=3))
     torch.compiler.reset()
     found = len(kernels) + 2 + 2
     assert 11 <= found <= COMPILED[name].now <= COMPILED[name].target
