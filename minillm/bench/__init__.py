@@ -39,6 +39,12 @@ def command(
     host: Annotated[
         bool, typer.Option("--host", help="Of comm: what the host alone costs, beside torch's own call.")
     ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Of serve: decode this model, or a random one such as llama-8b or qwen3-8b."
+        ),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a page.")] = False,
     json_file: JsonFile = None,
 ) -> int:
@@ -49,6 +55,7 @@ def command(
         world_sizes=_whole_numbers("--world-sizes", world_sizes),
         sizes=_whole_numbers("--sizes", sizes),
         host=host or None,
+        model=model,
     )
     print(report.markdown() if markdown else report)
     write_json(json_file, report.to_json())
