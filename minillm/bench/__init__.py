@@ -22,6 +22,10 @@ BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compar
     "attention": ("minillm.bench.attention", "backends of paged attention against a padded gather and torch's SDPA"),
     "moe": ("minillm.bench.moe", "a mixture of experts against transformers' Mixtral block and a dense loop"),
     "checkpoint": ("minillm.bench.checkpoint", "sharded checkpoints against torch.distributed.checkpoint"),
+    "layouts": (
+        "minillm.bench.layouts",
+        "a training step in each layout against the peak: MFU, memory, what is hidden",
+    ),
     "step": ("minillm.bench.step", "the training step against transformers in a plain loop and under accelerate"),
     "serve": ("minillm.bench.serve", "continuous batching and prefix cache against transformers' generate and manager"),
     "quantize": ("minillm.bench.quantize", "decoding with weights in 8 and 4 bits against float32 and torchao"),
