@@ -15,9 +15,12 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,7 +30,9 @@ from minillm.bench.shapes import SHAPES
 from minillm.comm import Group, launch
 from minillm.data import Tokens
 from minillm.measure import machine
-from minillm.model import ModelConfig, MoEConfig
+from minillm.model import ModelConfig, MoEConfig, transformer
+from minillm.parallel.pipeline_parallel import stages
+from minillm.parallel.tensor_parallel import parallelize
 from minillm.predict.model import causal_context, training_flops
 from minillm.predict.training.memory import training_step
 from minillm.train import TrainConfig, Trainer
@@ -121,6 +126,7 @@ def measure(
     on_gpu, device = group.device.type == "cuda", group.device
     seconds, tokens = [], random_tokens(model.vocab_size, seq_len)
     with (
+        drawn_on(device),
         make_strategy(group, layout) as parallel,
         Trainer(config, tokens, device=device, parallel=parallel, workers=0) as trainer,
     ):
@@ -137,6 +143,23 @@ def measure(
         hidden = hidden_share(profile(trainer.step)) if on_gpu and group.world_size > 1 else None
         group.barrier()
     return Measured(seconds[WARM_UP:], step.tokens, step.loss, peak, hidden)
+
+
+@contextmanager
+def drawn_on(device: torch.device) -> Iterator[None]:
+    """Inside, models draw their weights on the device: on the CPU, the same on every machine, a billion takes a rank
+    half a minute. Ranks on GPUs of one kind still begin alike."""
+
+    def draw(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, device=device)
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + seed)
+        return torch.empty(shape, device=device).normal_(0, config.init_std, generator=generator)
+
+    with ExitStack() as stack:
+        for module in (transformer, stages, parallelize):
+            stack.enter_context(mock.patch.object(module, "initial", draw))
+        yield
 
 
 def random_tokens(vocab_size: int, seq_len: int) -> Tokens:
