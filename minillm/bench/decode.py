@@ -14,9 +14,10 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -37,8 +38,6 @@ PROMPT, ANSWER = 128, 64  # tokens
 WARM_UP, STEPS = 8, 32
 BLOCK_SIZE, TOKEN_BUDGET = 16, 8192
 
-Engine = Callable[[Sequence[Arrival]], Served]
-
 
 def rows(source: str, repeats: int = 5, streams: Sequence[int] = STREAMS, device: str | None = None) -> list[BenchRow]:
     """Of the model in a folder, or of a shape's name; on a GPU in bfloat16, on the CPU in float32."""
@@ -56,11 +55,6 @@ def rows(source: str, repeats: int = 5, streams: Sequence[int] = STREAMS, device
             if peer is not None:
                 found += [peer_row(name, engine, peer, each, repeats) for each in trace.values()]
     return found
-
-
-def notes() -> list[str]:
-    """What was not compared, and why."""
-    return [f"{name}: {why}: not compared." for name, why in unavailable().items() if why]
 
 
 def make_engine(model: Transformer, sequences: int) -> LLM:
@@ -164,7 +158,7 @@ def alike(model: Transformer, trace: Sequence[Arrival], mine: Served, other: Ser
 # Peers: each is made with the same weights, and its memory goes back when its rows are done.
 
 
-class Peer:
+class Peer(Protocol):
     title: str
 
     def serve(self, arrivals: Sequence[Arrival]) -> Served: ...

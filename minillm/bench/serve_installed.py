@@ -124,5 +124,8 @@ def missing() -> list[str]:
             "llama-cpp-python is installed, but the converter of Hugging Face folders to GGUF is a script of "
             "llama.cpp's repository that no package brings: not compared."
         )
-    said.append("nano-vllm reads Qwen3 checkpoints only, and the model here is a Llama: see --model.")
+    if find_spec("nanovllm") is None:
+        said.append("nano-vllm is not installed: not compared.")
+    else:
+        said.append("nano-vllm reads Qwen3 checkpoints only: with another model it is not compared.")
     return said

@@ -1,4 +1,4 @@
-"""`make cuda` without a GPU: parts that pass, fail, hang or do not fit; and the page that is made of what they leave."""
+"""`make cuda` without a GPU: parts that pass, fail, hang or do not fit, and the page made of what they leave."""
 
 import json
 import sys
