@@ -17,7 +17,7 @@ HEAD = """# On GPUs
 
 `make cuda` proves on the GPUs of a machine, one, two or eight, what the rest of these pages claims of GPUs, in about a
 quarter of an hour. It runs each part as a process of its own with a limit of time, says what it skips and why, and ends
-with status 1 if a part failed. What was measured goes to `figures/cuda_*.json`, and
+with status 1 if a part failed. What was measured goes to `figures/`, into files whose names begin with "cuda_", and
 `python -m minillm.bench.gpu_page` makes this page of them.
 
 Without a GPU the same code is proven on fake devices, in Triton's interpreter and on a process group that keeps NCCL's

@@ -5,7 +5,7 @@ https://huggingface.co/Qwen/Qwen3-8B, https://huggingface.co/meta-llama/Llama-3.
 the same proportions, for a CPU.
 """
 
-from pathlib import Path
+import os
 
 import torch
 
@@ -28,7 +28,7 @@ def model_of(source: str, device: torch.device, dtype: torch.dtype) -> Transform
     """The model in a Hugging Face folder, or a random one of SHAPES. ValueError if it is neither."""
     if source in SHAPES:
         return random_model(SHAPES[source], device, dtype)
-    if not Path(source, "config.json").is_file():
+    if not os.path.isfile(os.path.join(source, "config.json")):
         raise ValueError(f"--model {source} is no folder with a config.json, and none of {', '.join(SHAPES)}")
     return load_hf(source, device=device, dtype=dtype)
 
