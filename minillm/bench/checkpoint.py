@@ -55,7 +55,9 @@ def run(
         for shape in shapes:
             for zero, layout in ZERO.items():
                 with tempfile.TemporaryDirectory(prefix="minillm-bench-") as folder:
-                    ranks = launch(measure, world_size, Path(folder), shape, zero, repeats, timeout=timeout)
+                    ranks = launch(
+                        measure, world_size, Path(folder), shape, zero, repeats, timeout=timeout, device=None
+                    )
                 name = f"{layout}, {shape}, {world_size} ranks"
                 for what, unit, scale, peer in ROWS:
                     times = slowest([found[what] for found in ranks])

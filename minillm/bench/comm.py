@@ -61,7 +61,7 @@ def run(
             raise ValueError(f"size {size} must be a positive multiple of 4 bytes times the ranks {list(world_sizes)}")
     rows = []
     for world_size in world_sizes:
-        ranks = launch(measure, world_size, tuple(sizes), repeats, timeout=timeout)
+        ranks = launch(measure, world_size, tuple(sizes), repeats, timeout=timeout, device=None)
         backend = ranks[0][0]
         cases = [(contest, size) for contest in CONTESTS for size in sizes]
         for (contest, size), *found in zip(cases, *(comparisons for _, comparisons in ranks), strict=True):

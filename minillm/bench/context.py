@@ -65,7 +65,7 @@ def run(
     rows = []
     for world_size in world_sizes:
         for link in links:
-            ranks = launch(measure, world_size, sizes, repeats, link=LINKS[link], timeout=timeout)
+            ranks = launch(measure, world_size, sizes, repeats, link=LINKS[link], timeout=timeout, device=None)
             for at, (variant, seq) in enumerate(_contests(world_size, sizes)):
                 name = f"{variant}, {seq} tokens, {world_size} ranks, {link}"
                 times = slowest([rank[at][0] for rank in ranks])

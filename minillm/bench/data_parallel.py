@@ -63,7 +63,7 @@ def run(
     rows = []
     for world_size in world_sizes:
         for shape in shapes:
-            ranks = launch(measure, world_size, shape, repeats, timeout=timeout)
+            ranks = launch(measure, world_size, shape, repeats, timeout=timeout, device=None)
             for (ours, theirs), *found in zip(CONTESTS, *ranks, strict=True):
                 times = slowest([each[0] for each in found])
                 name = f"{NAMES[ours]}, {shape}, {world_size} ranks"

@@ -65,7 +65,7 @@ def run(
     rows = []
     for world_size in world_sizes:
         for shape in shapes:
-            ranks = launch(measure, world_size, shape, tuple(schedules), repeats, timeout=timeout)
+            ranks = launch(measure, world_size, shape, tuple(schedules), repeats, timeout=timeout, device=None)
             for name, *found in zip(schedules, *ranks, strict=True):
                 label = f"{name}, {shape}, {world_size} ranks, {MICROBATCHES} microbatches: step"
                 rows.append(bench_row(label, f"torch {PEERS[name]}", slowest(found), "ms", scale=1e3))

@@ -69,7 +69,7 @@ def run(
     rows = []
     for world_size in world_sizes:
         for shape in shapes:
-            ranks = launch(measure, world_size, shape, repeats, timeout=timeout)
+            ranks = launch(measure, world_size, shape, repeats, timeout=timeout, device=None)
             for (sequence, what), *found in zip(CONTESTS, *ranks, strict=True):
                 name, peer = f"{OURS[sequence]}, {what}, {shape}, {world_size} ranks", PEER[sequence]
                 rows.append(bench_row(f"{name}: step", peer, slowest([each[0] for each in found]), "ms", scale=1e3))

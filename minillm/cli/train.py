@@ -92,6 +92,10 @@ def command(
     ] = DEFAULTS["distil_temperature"],
     lr: Annotated[float, OPTIMIZER(help="Highest learning rate.")] = DEFAULTS["lr"],
     warmup_steps: Annotated[int, OPTIMIZER(help="Steps until it is reached.")] = DEFAULTS["warmup_steps"],
+    spike_nats: Annotated[
+        float | None,
+        OPTIMIZER(help="Undo a loss this far above the recent ones, from a copy in host memory.", show_default="never"),
+    ] = DEFAULTS["spike_nats"],
     weight_decay: Annotated[float, OPTIMIZER(help="Of matrices.")] = DEFAULTS["weight_decay"],
     precision: Annotated[str, STEP(help=f"One of {', '.join(PRECISIONS)}.")] = DEFAULTS["precision"],
     activation_checkpointing: Annotated[str, STEP(help=f"One of {', '.join(MODES)}.")] = DEFAULTS[

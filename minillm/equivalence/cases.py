@@ -34,6 +34,10 @@ class Batch:
                 shapes = f"{list(other.shape)}, tokens {list(self.tokens.shape)}"
                 raise ValueError(f"{name} have shape {shapes}: use one shape.")
 
+    def to(self, device: torch.device) -> "Batch":
+        parts = (self.tokens, self.targets, self.weights, self.documents)
+        return Batch(*(None if part is None else part.to(device) for part in parts))
+
     @staticmethod
     def random(config: ModelConfig, batch: int, seq: int, *, seed: int = 0) -> "Batch":
         """Random ids, weights between 0 and 1, and about one target in five left out: no two rows count alike."""

@@ -137,7 +137,7 @@ def compare(
     for world_size in sorted({layout.world_size for layout in layouts}):
         wanted = {layout: chosen for layout, chosen in jobs.items() if layout.world_size == world_size}
         expected: dict[int, Reference] = {}
-        for outcome in launch(_run, world_size, strategy, wanted, seed, lr, steps)[0]:
+        for outcome in launch(_run, world_size, strategy, wanted, seed, lr, steps, device=None)[0]:
             case = jobs[outcome.layout][outcome.case]
             if id(case) not in expected:
                 how = {"frozen": case.frozen, "max_grad_norm": case.max_grad_norm}
@@ -176,22 +176,23 @@ def _step(
     lr: float,
     steps: int,
 ) -> _Outcome:
-    model = strategy.build(case.config, seed=seed, dtype=torch.float64, attention=dense)
+    model = strategy.build(case.config, seed=seed, dtype=torch.float64, attention=dense, device=group.device)
+    batch = case.batch.to(group.device)
     _freeze(model.named_parameters(), case.frozen)
     module = strategy.wrap(model)
     updater = strategy.updater(module, partial(_sgd, lr=lr))
     for step in range(steps):
-        _backward(strategy, module, case.batch, layout.accumulate)
+        _backward(strategy, module, batch, layout.accumulate)
         updater.prepare_gradients()
         norm = strategy.grad_norm(updater.parameters)
         if step == 0:
-            gradients = {name: gradient.clone() for name, gradient in strategy.gradients().items()}
+            gradients = {name: gradient.cpu().clone() for name, gradient in strategy.gradients().items()}
             grad_norm = norm.item()
         clip_(gradients_of(updater.parameters), norm, case.max_grad_norm)
         updater.step()
         updater.zero_grad()
         if step == 0:
-            weights = {name: weight.clone() for name, weight in strategy.weights().items()}
+            weights = {name: weight.cpu().clone() for name, weight in strategy.weights().items()}
     bits = hashlib.sha256(b"".join(weight.cpu().numpy().tobytes() for weight in strategy.weights().values())).digest()
     return _Outcome(layout, name, gradients, grad_norm, weights, len(set(group.gather_objects(bits))) == 1)
 

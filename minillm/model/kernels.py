@@ -32,6 +32,11 @@ def factors(dtype: torch.dtype):
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
+def has_kernel(x: Tensor) -> bool:
+    """Whether kernels run here and take this tensor: on a GPU, or in Triton's interpreter, and not in float64."""
+    return triton is not None and x.dtype in DTYPES and (x.is_cuda or triton.knobs.runtime.interpret)
+
+
 def check_kernel(name: str, instead: str, **inputs: Tensor) -> None:
     """ValueError if the kernel `name` cannot run here, or not on these inputs. instead: what the message recommends."""
     first = next(iter(inputs.values()))

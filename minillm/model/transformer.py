@@ -37,7 +37,7 @@ class Transformer(nn.Module):
     attention: the attention function of forward passes that bring none.
     A model that is split over ranks replaces some attributes: the head's computation (`head_logits`, `head_loss`), the
     loss of logits beside a teacher's (`distil_loss`), how a parameter is drawn (`draw`), how layers that share an input
-    are applied (`linears`), the positions of this rank's tokens (`positions_of`: their number -> [seq], None =
+    are applied (`linears`), the positions of this rank's tokens (`positions_of`: number and device -> [seq], None =
     0 .. seq - 1), and `router_losses_of`.
     goals: what a teacher says of the next pass with targets, whose loss is then `distillation`'s; None = no teacher.
     router_losses: those of the last pass with targets and gradients; None = there are no experts.
@@ -58,7 +58,7 @@ class Transformer(nn.Module):
         self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial
         self.goals: Goals | None = None
         self.distil_loss = distillation_sums
-        self.positions_of: Callable[[int], Tensor] | None = None
+        self.positions_of: Callable[[int, torch.device], Tensor] | None = None
         self.router_losses: RouterLosses | None = None
         self.router_losses_of = RouterLosses
         device = torch.device(device or torch.get_default_device())
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         ValueError for an id outside the vocabulary or a position outside the context (see `check_tokens`).
         """
         if positions is None and self.positions_of:
-            positions = self.positions_of(tokens.shape[1]).to(tokens.device)
+            positions = self.positions_of(tokens.shape[1], tokens.device)
         check_tokens(tokens, self.config, positions)
         x = self.embedding(tokens)
         rotation = self.rope(

@@ -17,7 +17,8 @@ class TrainConfig:
     documents: tokens see their own document only, where a window holds several.
     max_grad_norm: gradients are scaled down to this global norm; None = never.
     spike_nats: a loss this far above the recent ones is undone, and so is one that is not finite (see
-        fault_tolerance/loss_spike.py); None = nothing is, and a loss that is not finite ends the run.
+        fault_tolerance/loss_spike.py), for which each rank keeps a copy of its weights and optimizer state in host
+        memory; None = nothing is undone, and a loss that is not finite ends the run.
     distil_share, distil_temperature: how much of the loss is a teacher's, and at which temperature; see
         model/distillation.py.
     """
@@ -39,7 +40,7 @@ class TrainConfig:
     compile: bool = False
     documents: bool = False
     seed: int = 0
-    spike_nats: float | None = 2.0
+    spike_nats: float | None = None
     distil_share: float = 0.0
     distil_temperature: float = 2.0
 

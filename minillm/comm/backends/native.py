@@ -273,10 +273,16 @@ class NativeWork(Work):
         return done
 
     def wait(self) -> Any:
-        """Makes the current stream wait for the operation; the host goes on."""
-        if self._waited:
-            return self._result
-        return self.finish(self._backend.current_stream() == self.launch.stream)
+        """Makes the current stream wait for the operation; the host goes on. Once the stream that launched it has
+        waited, its memory is let go of: a wait on another stream does not make one on that stream needless."""
+        launch = self.launch
+        is_launching_stream = not launch.is_ordered and self._backend.current_stream() == launch.stream
+        if not self._waited:
+            return self.finish(is_launching_stream)
+        if is_launching_stream:
+            launch.order()
+            self._backend.let_go(launch)
+        return self._result
 
     def finish(self, on_launching_stream: bool) -> Any:
         """The first wait. on_launching_stream: the current stream is the one that launched it."""

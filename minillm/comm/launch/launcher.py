@@ -55,13 +55,14 @@ def launch(
     *args: Any,
     timeout: float = 60.0,
     link: Link | Topology | None = None,
-    device: str | None = None,
+    device: str | None = "cpu",
 ) -> list[Any]:
     """Run `fn(group, *args)` as `nproc` ranks; group is the Group of all of them. Returns their results by rank.
 
     timeout: seconds a rank may wait in one operation (or all ranks may be silent) before it counts as a hang.
-    link: paces messages as an emulated network would. device: "cpu", "cuda" (ranks may share GPUs), or None for a
-    GPU per rank if there are enough, else the CPU. Under torchrun (RANK is set) fn runs in place, in torchrun's world.
+    link: paces messages as an emulated network would. device: "cpu", also where there are GPUs; "cuda" (ranks may share
+    GPUs); or None for a GPU per rank if there are enough, else the CPU: `fn` is then to make its tensors on
+    `group.device` (see device.py). Under torchrun (RANK is set) fn runs in place, in torchrun's world.
 
     RankError: a rank raised or died. HangError: ranks waited too long; its text says who waits for whom. ValueError:
     bad arguments. Whatever happens, no process is left.

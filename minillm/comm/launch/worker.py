@@ -29,6 +29,7 @@ from minillm.comm.diagnostics.flight_recorder import FINISHED, RAISED, RUNNING, 
 from minillm.comm.emulation import Egress, Link, Topology
 from minillm.comm.errors import HangError, PeerLostError
 from minillm.comm.group import Group
+from minillm.comm.launch.device import agree, candidate
 from minillm.comm.launch.forkserver import socket_folder
 from minillm.comm.launch.meeting import meeting_place
 from minillm.comm.launch.payload import to_bytes
@@ -124,22 +125,19 @@ def _packed(result: Any, rank: int) -> bytes:
 @contextlib.contextmanager
 def world_group(job: Job, recorder: FlightRecorder | None, rank: int, wait_s: float) -> Iterator[Group]:
     """Join the process group of all ranks and leave it in the end. recorder: None if the ranks make one together."""
-    device = pick_device(job.device, job.nproc)
+    candidate(job.device)
     torch.set_num_threads(job.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    gpus_enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", job.nproc))
-    use_nccl = device.type == "cuda" and gpus_enough and job.link is None and dist.is_nccl_available()
-    backend = "nccl" if use_nccl else "gloo"  # nobody can pace the messages of NCCL
     if recorder:
         recorder.post(rank, 0, 1, describe("join the group", [0], "", list(range(job.nproc)), WORLD_NAME))
     timeout = datetime.timedelta(seconds=wait_s)
-    options = {"device_id": device} if backend == "nccl" else {}
-    options |= {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
     reach_store(rank, wait_s)
-    store = dist.PrefixStore(f"world{next(_worlds)}", meeting_place())
+    store, world_size = dist.PrefixStore(f"world{next(_worlds)}", meeting_place()), int(os.environ["WORLD_SIZE"])
     store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, timeout=timeout, **options)
+    device, backend = agree(store, rank, world_size, job.device, job.link is not None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    options = {"device_id": device} if backend == "nccl" else {}
+    dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=world_size, **options)
     egress = Egress(job.link) if job.link else None
     if recorder:
         recorder.clear(rank, 0)
@@ -175,18 +173,6 @@ def reach_store(rank: int, wait_s: float) -> None:
                     "its process has gone, or MASTER_ADDR and MASTER_PORT name another place"
                 ) from None
         time.sleep(POLL_S)
-
-
-def pick_device(device: str | None, nproc: int) -> torch.device:
-    """This rank's device: its own GPU if there are enough, else the CPU. "cuda" by name lets ranks share GPUs."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", nproc))
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and not gpus:
-        raise ValueError("device='cuda' but torch finds no GPU: leave device out to run on the CPU")
-    if device == "cpu" or (device is None and gpus < local_world):
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % gpus)
 
 
 def failure(error: BaseException) -> Report:

@@ -3,6 +3,8 @@
 causal.py         the signature; softmax(q kᵀ) v by torch's fused kernel and by two matrix products; the mask
 tiled.py          the same tile by tile with a running softmax (FlashAttention), forward and backward, on any device
 tiled_triton.py   the tiles as Triton kernels, for a GPU
+
+Aside: blocks.py, either of the two for one block of keys at a time, which may have come from another rank.
 """
 
 from minillm.model.attention.causal import Attend, AttentionFunction, dense, sdpa, visible

@@ -73,9 +73,7 @@ def tiled_triton_with_lse(
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"{q.shape[2]} queries but {k.shape[2]} keys have segments: pass key_segments as well.")
         key_segments = segments
-    if segments is None:
-        segments, key_segments = torch.zeros_like(positions), torch.zeros_like(key_positions)
-    places = [_rows(x, q.shape[0], q.device) for x in (positions, key_positions, segments, key_segments)]
+    places = places_of(q, positions, key_positions, segments, key_segments)
     return _TiledTriton.apply(q, k, v, places, UNLIMITED if window is None else window)
 
 
@@ -83,11 +81,7 @@ class _TiledTriton(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, places, window):
         q, k, v = (x.contiguous() for x in (q, k, v))
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-        batch, heads, queries, head_dim = q.shape
-        sizes = _sizes(q, k)
-        grid = (triton.cdiv(queries, sizes["ROWS"]), batch * heads)
-        _forward[grid](q, k, v, out, lse, *places, head_dim**-0.5, window, queries, k.shape[2], heads, **sizes)
+        out, lse = forward_kernel(q, k, v, places, window, None, q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.places, ctx.window = places, window
         ctx.mark_non_differentiable(lse)
@@ -97,15 +91,62 @@ class _TiledTriton(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out, _):
         q, k, v, out, lse = ctx.saved_tensors
-        d_out, delta = d_out.contiguous(), row_products(d_out, out).float()
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        batch, heads, queries, head_dim = q.shape
-        keys, sizes = k.shape[2], _sizes(q, k)
-        shared = (*ctx.places, head_dim**-0.5, ctx.window, queries, keys, heads)
-        given = (q, k, v, d_out, lse, delta)
-        _backward_keys[triton.cdiv(keys, sizes["COLUMNS"]), batch * k.shape[1]](*given, dk, dv, *shared, **sizes)
-        _backward_queries[triton.cdiv(queries, sizes["ROWS"]), batch * heads](*given, dq, *shared, **sizes)
-        return dq, dk, dv, None, None
+        delta, gradients = row_products(d_out, out).float(), [torch.empty_like(x) for x in (q, k, v)]
+        backward_kernels(q, k, v, d_out, lse, delta, *gradients, ctx.places, ctx.window)
+        return *gradients, None, None
+
+
+# One block of keys, outside of autograd; all tensors but d_out are contiguous.
+
+
+def places_of(
+    q: Tensor, positions: Tensor, key_positions: Tensor, segments: Tensor | None, key_segments: Tensor | None
+) -> list[Tensor]:
+    """Where queries and keys stand, and in which documents, as the kernels take it: int32 [batch, seq] each."""
+    if segments is None:
+        segments, key_segments = torch.zeros_like(positions), torch.zeros_like(key_positions)
+    return [_rows(x, q.shape[0], q.device) for x in (positions, key_positions, segments, key_segments)]
+
+
+def forward_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: list[Tensor],
+    window: int,
+    before: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(output, lse). before: those over other keys, which these are added to, in place. dtype: of a new output."""
+    out, lse = before or (torch.empty_like(q, dtype=dtype), q.new_empty(q.shape[:-1], dtype=torch.float32))
+    (batch, heads, queries, head_dim), sizes = q.shape, _sizes(q, k)
+    grid = (triton.cdiv(queries, sizes["ROWS"]), batch * heads)
+    sizes["ADD"] = before is not None
+    _forward[grid](q, k, v, out, lse, *places, head_dim**-0.5, window, queries, k.shape[2], heads, **sizes)
+    return out, lse
+
+
+def backward_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    places: list[Tensor],
+    window: int,
+    add_to_dq: bool = False,
+) -> None:
+    """Writes dk and dv, and writes dq or adds to it, each in its own dtype. lse, delta: over all keys, float32."""
+    (batch, heads, queries, head_dim), keys, sizes = q.shape, k.shape[2], _sizes(q, k)
+    shared = (*places, head_dim**-0.5, window, queries, keys, heads)
+    given = (q, k, v, d_out.contiguous(), lse, delta)
+    _backward_keys[triton.cdiv(keys, sizes["COLUMNS"]), batch * k.shape[1]](*given, dk, dv, *shared, **sizes)
+    sizes["ADD"] = add_to_dq
+    _backward_queries[triton.cdiv(queries, sizes["ROWS"]), batch * heads](*given, dq, *shared, **sizes)
 
 
 @_kernel
@@ -155,6 +196,7 @@ def _forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FACTORS: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
     batch, kv_head = head // heads, head // GROUP
@@ -162,8 +204,14 @@ def _forward(
     q_at = tl.load(positions + batch * queries + row, mask=row < queries, other=0)
     q_document = tl.load(documents + batch * queries + row, mask=row < queries, other=0)
     some = _load(q + head * queries * HEAD_DIM, row, queries, HEAD_DIM, dim, FACTORS)
+    place = (head * queries + row)[:, None] * HEAD_DIM + dim[None, :]
+    inside = (row < queries)[:, None] & (dim < HEAD_DIM)[None, :]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total, values = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DIMS), tl.float32)
+    if ADD:  # the result over other keys counts as one key with that log-sum-exp as its score
+        top = tl.load(lse + head * queries + row, mask=row < queries, other=float("-inf"))
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
+        values = tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
     for start in range(0, keys, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         k_at = tl.load(key_positions + batch * keys + column, mask=column < keys, other=0)
@@ -181,8 +229,7 @@ def _forward(
             values = values * shrink[:, None] + tl.dot(p.to(FACTORS), block, input_precision="ieee")
             top = higher
     total = tl.where(total == 0.0, 1.0, total)  # a query that sees nothing: output 0, lse -inf
-    place = (head * queries + row)[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(out + place, values / total[:, None], mask=(row < queries)[:, None] & (dim < HEAD_DIM)[None, :])
+    tl.store(out + place, values / total[:, None], mask=inside)
     tl.store(lse + head * queries + row, top + tl.log(total), mask=row < queries)
 
 
@@ -274,6 +321,7 @@ def _backward_queries(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FACTORS: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
     batch, kv_head = head // heads, head // GROUP
@@ -284,7 +332,11 @@ def _backward_queries(
     d_rows = _load(d_out + head * queries * HEAD_DIM, row, queries, HEAD_DIM, dim, FACTORS)
     own = tl.load(lse + head * queries + row, mask=row < queries, other=0.0)
     of_row = tl.load(delta + head * queries + row, mask=row < queries, other=0.0)
+    place = (head * queries + row)[:, None] * HEAD_DIM + dim[None, :]
+    inside = (row < queries)[:, None] & (dim < HEAD_DIM)[None, :]
     total = tl.zeros((ROWS, DIMS), tl.float32)
+    if ADD:
+        total = tl.load(dq + place, mask=inside, other=0.0).to(tl.float32)
     for start in range(0, keys, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         k_at = tl.load(key_positions + batch * keys + column, mask=column < keys, other=0)
@@ -297,8 +349,7 @@ def _backward_queries(
             dp = tl.dot(d_rows, tl.trans(value), input_precision="ieee")
             ds = p * (dp - of_row[:, None]) * scale
             total += tl.dot(ds.to(FACTORS), block, input_precision="ieee")
-    place = (head * queries + row)[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(dq + place, total, mask=(row < queries)[:, None] & (dim < HEAD_DIM)[None, :])
+    tl.store(dq + place, total, mask=inside)
 
 
 def _sizes(q: Tensor, k: Tensor) -> dict:

@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
+from minillm.model.attention import sdpa
 from minillm.model.attention.tiled import TILE, tiled, tiled_with_lse
+from minillm.model.attention.tiled_triton import tiled_triton, tiled_triton_with_lse
+from minillm.model.kernels import has_kernel
 from minillm.parallel.context_parallel.order import ContextAttention, local_numbers, local_positions
 
 
@@ -34,7 +37,8 @@ class UlyssesAttention(ContextAttention):
         tile: int = TILE,
         segments: Tensor | None = None,
     ) -> None:
-        self.group, self.order, self.inside, self.tile, self.segments = group, order, inside, tile, segments
+        super().__init__(group, order, segments)
+        self.inside, self.tile = inside, tile
 
     def __call__(
         self,
@@ -53,13 +57,13 @@ class UlyssesAttention(ContextAttention):
         self.check_positions(q, positions)
         if kv_heads % n:
             k, v = (x.repeat_interleave(n // kv_heads, dim=1) for x in (k, v))
-        places = self._places(n * q.shape[2], q.device)
+        places = self.places_on(n * q.shape[2], q.device)
         q, k, v = (_HeadsForSequence.apply(x, self.group, places) for x in (q, k, v))
         how = {"window": window, "segments": self.documents(segments, q.shape[2] * self._outside)}
         if self.inside is None:
-            out = tiled(q, k, v, **how, tile=self.tile)
+            out = whole_attention(q, k, v, **how, tile=self.tile)
         elif isinstance(self.inside, ContextAttention):
-            of_group = self.inside.positions(q.shape[2] * self._outside)
+            of_group = self.inside.positions_on(q.shape[2] * self._outside, q.device)
             out = self.inside(q, k, v, layer=layer, positions=of_group, **how)
         else:
             out = self.inside(q, k, v, layer=layer, positions=None, **how)
@@ -82,11 +86,6 @@ class UlyssesAttention(ContextAttention):
         of_group = self.inside.positions(seq) if isinstance(self.inside, ContextAttention) else torch.arange(seq)
         return of_group[local_positions(len(of_group), self.group.rank, self.group.world_size, self.order)]
 
-    def _places(self, seq: int, device: torch.device) -> Tensor:
-        """Where the ranks' parts, one after the other, lie in the group's sequence."""
-        n = self.group.world_size
-        return torch.cat([local_positions(seq, rank, n, self.order) for rank in range(n)]).to(device)
-
 
 class GatherAttention(ContextAttention):
     """An attention function for this rank's positions: K and V of all ranks are gathered, their gradients reduced."""
@@ -94,7 +93,8 @@ class GatherAttention(ContextAttention):
     def __init__(
         self, group: Group, order: str = "zigzag", *, tile: int = TILE, segments: Tensor | None = None
     ) -> None:
-        self.group, self.order, self.tile, self.segments = group, order, tile, segments
+        super().__init__(group, order, segments)
+        self.tile = tile
 
     def __call__(
         self,
@@ -110,10 +110,15 @@ class GatherAttention(ContextAttention):
         """q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim]."""
         self.check_positions(q, positions)
         n, seq = self.group.world_size, self.group.world_size * q.shape[2]
-        order = torch.cat([local_positions(seq, rank, n, self.order) for rank in range(n)]).to(q.device)
-        keys, values = _GatherSequence.apply(torch.stack((k, v)), self.group, order)
-        whole = self.documents(segments, seq)
-        of_mine = None if whole is None else whole[..., order.view(n, -1)[self.group.rank]]
+        places = self.places_on(seq, q.device)
+        keys, values = _GatherSequence.apply(torch.stack((k, v)), self.group, places)
+        whole, mine = self.documents(segments, seq), places[0].view(n, -1)[self.group.rank]
+        of_mine = None if whole is None else whole[..., mine]
+        if has_kernel(q):
+            documents = {"segments": of_mine, "key_segments": whole}
+            everywhere = torch.arange(seq, device=q.device)
+            how = {"positions": mine, "key_positions": everywhere, "window": window} | documents
+            return tiled_triton_with_lse(q, keys, values, **how)[0]
         return tiled_with_lse(
             q,
             keys,
@@ -125,6 +130,17 @@ class GatherAttention(ContextAttention):
             key_segments=whole,
             tile=self.tile,
         )[0]
+
+
+def whole_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, segments: Tensor | None, tile: int
+) -> Tensor:
+    """Of a whole sequence: torch's fused kernel where it needs no mask, else the tiles, on a GPU as a kernel."""
+    if not has_kernel(q):
+        return tiled(q, k, v, window=window, segments=segments, tile=tile)
+    if window is None and segments is None:
+        return sdpa(q, k, v)
+    return tiled_triton(q, k, v, window=window, segments=segments)
 
 
 def check_ulysses(heads: int, kv_heads: int, world_size: int) -> None:
@@ -141,16 +157,19 @@ def check_ulysses(heads: int, kv_heads: int, world_size: int) -> None:
         )
 
 
-def _to_heads(x: Tensor, group: Group, places: Tensor) -> Tensor:
+Places = tuple[Tensor, Tensor]  # see `ContextAttention.places_on`
+
+
+def _to_heads(x: Tensor, group: Group, places: Places) -> Tensor:
     """[batch, heads, seq / n, d] -> [batch, heads / n, seq, d], positions in their places."""
     parts = x.unflatten(1, (group.world_size, -1)).movedim(1, 0).contiguous()  # [n, batch, heads / n, seq / n, d]
     received = group.all_to_all(parts)
-    return received.movedim(0, 2).flatten(2, 3).index_select(2, places.argsort())
+    return received.movedim(0, 2).flatten(2, 3).index_select(2, places[1])
 
 
-def _to_sequence(x: Tensor, group: Group, places: Tensor) -> Tensor:
+def _to_sequence(x: Tensor, group: Group, places: Places) -> Tensor:
     """[batch, heads / n, seq, d] -> [batch, heads, seq / n, d]."""
-    parts = x.index_select(2, places).unflatten(2, (group.world_size, -1)).movedim(2, 0).contiguous()
+    parts = x.index_select(2, places[0]).unflatten(2, (group.world_size, -1)).movedim(2, 0).contiguous()
     return group.all_to_all(parts).movedim(0, 1).flatten(1, 2)
 
 
@@ -185,10 +204,10 @@ class _GatherSequence(torch.autograd.Function):
     def forward(ctx, x, group, places):
         ctx.group, ctx.places = group, places
         rows = group.all_gather(x[None].contiguous())  # [n, 2, batch, kv_heads, seq / n, d]
-        return rows.movedim(0, 3).flatten(3, 4).index_select(3, places.argsort())
+        return rows.movedim(0, 3).flatten(3, 4).index_select(3, places[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        rows = dy.index_select(3, ctx.places).unflatten(3, (ctx.group.world_size, -1)).movedim(3, 0).contiguous()
+        rows = dy.index_select(3, ctx.places[0]).unflatten(3, (ctx.group.world_size, -1)).movedim(3, 0).contiguous()
         return ctx.group.reduce_scatter(rows)[0], None, None

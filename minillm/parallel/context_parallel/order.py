@@ -50,6 +50,26 @@ class ContextAttention:
     order: str
     segments: Tensor | None
 
+    def __init__(self, group: Group, order: str, segments: Tensor | None) -> None:
+        self.group, self.order, self.segments = group, order, segments
+        self._positions: dict[tuple[int, torch.device], Tensor] = {}
+        self._places: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def positions_on(self, seq: int, device: torch.device) -> Tensor:
+        """`positions`, worked out and copied to the device once: the copy would hold up the host in every layer."""
+        key = seq, torch.device(device)
+        if key not in self._positions:
+            self._positions[key] = self.positions(seq).to(device)
+        return self._positions[key]
+
+    def places_on(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the group's parts of a sequence, one after the other, lie in it; and the inverse. Copied once, too."""
+        key, n = (seq, device), self.group.world_size
+        if key not in self._places:
+            places = torch.cat([local_positions(seq, rank, n, self.order) for rank in range(n)])
+            self._places[key] = places.to(device), places.argsort().to(device)
+        return self._places[key]
+
     @property
     def world_size(self) -> int:
         """Ranks that hold a part of a sequence."""
@@ -63,11 +83,11 @@ class ContextAttention:
         """x: [batch, part, ...] of this rank -> [batch, seq, ...] of all ranks, without a gradient."""
         seq = x.shape[1] * self.world_size
         found = x.new_zeros(len(x), seq, *x.shape[2:])
-        return self.sum(found.index_copy_(1, self.positions(seq).to(x.device), x))
+        return self.sum(found.index_copy_(1, self.positions_on(seq, x.device), x))
 
     def own(self, x: Tensor) -> Tensor:
         """x: [batch, seq, ...] -> [batch, part, ...], at the positions of this rank."""
-        return x.index_select(1, self.positions(x.shape[1]).to(x.device))
+        return x.index_select(1, self.positions_on(x.shape[1], x.device))
 
     def positions(self, seq: int) -> Tensor:
         """[seq / world_size] positions of a sequence of `seq` that this rank holds, in the order in which it does."""

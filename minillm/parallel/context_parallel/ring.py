@@ -2,7 +2,7 @@
 
     step 0   q0·k0  q1·k1  q2·k2  q3·k3      each rank attends to the block it holds, meanwhile sends it
     step 1   q0·k3  q1·k0  q2·k1  q3·k2      to the right and receives the next one from the left; partial
-    step 2   q0·k2  q1·k3  q2·k0  q3·k1      outputs are merged by their log-sum-exps (`model.attention.tiled.merge`)
+    step 2   q0·k2  q1·k3  q2·k0  q3·k1      outputs are merged by their log-sum-exps (`model.attention.blocks`)
     step 3   q0·k1  q1·k2  q2·k3  q3·k0
 
 Forward sends K and V N - 1 times. Backward goes round once more: the gradient of a block travels with it, one step
@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
 from minillm.measure import span
-from minillm.model.attention.tiled import TILE, Sight, backward_tiles, forward_tiles, merge, row_products
+from minillm.model.attention.blocks import Block, attention_block
+from minillm.model.attention.tiled import TILE, row_products
 from minillm.parallel.context_parallel.order import ContextAttention, local_numbers
 
 
@@ -42,9 +43,9 @@ class RingAttention(ContextAttention):
         segments: Tensor | None = None,
         pace: float = 0.0,
     ) -> None:
-        self.group, self.order, self.tile, self.overlap, self.segments = group, order, tile, overlap, segments
-        self.pace = pace
-        self._sights: dict[tuple, Sight] = {}  # of one document
+        super().__init__(group, order, segments)
+        self.tile, self.overlap, self.pace = tile, overlap, pace
+        self._blocks: dict[tuple, Block] = {}  # of one document
 
     def __call__(
         self,
@@ -62,17 +63,15 @@ class RingAttention(ContextAttention):
         segments = self.documents(segments, self.world_size * q.shape[2])
         return _Ring.apply(q, k, v, self, window, segments)
 
-    def sight(self, q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, source: int) -> Sight:
-        """Which keys this rank's queries see in the block of rank `source`. segments: of the whole sequence."""
-        n, key = self.group.world_size, (source, q.shape[2], window, q.device)
-        if key not in self._sights:
+    def block(self, q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, source: int) -> Block:
+        """Attention of this rank's queries to the keys of rank `source`. segments: of the whole sequence."""
+        n, key = self.group.world_size, (source, len(q), q.shape[2], window, q.dtype, q.device)
+        if key not in self._blocks:
             ranks = self.group.rank, source
             places = (local_numbers(n * q.shape[2], rank, n, self.order) for rank in ranks)
-            self._sights[key] = Sight(q, k, *places, window, None, None, self.tile)
-        sight = self._sights[key]
-        if segments is None:
-            return sight
-        return sight.within(segments[..., sight.positions], segments[..., sight.key_positions])
+            self._blocks[key] = attention_block(q, k, *places, window, self.tile)
+        block = self._blocks[key]
+        return block if segments is None else block.within(segments)
 
     @contextlib.contextmanager
     def working(self, source: int) -> Iterator[None]:
@@ -97,20 +96,19 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, ring, window, segments):
         n, rank = ring.group.world_size, ring.group.rank
-        block = torch.stack((k, v))  # travels as one message
-        out = lse = None
+        q, block = q.contiguous(), torch.stack((k, v))  # which travel as one message
+        found = None
         for step in range(n):
             arriving, work = ring.pass_on(block) if step < n - 1 else (None, None)
             source = (rank - step) % n
             with ring.working(source):
-                sight = ring.sight(q, block[0], window, segments, source)
-                if out is None:
-                    out, lse = forward_tiles(q, *block, sight)
-                elif sight.seen():
-                    out, lse = merge(out, lse, *forward_tiles(q, *block, sight))
+                attention = ring.block(q, block[0], window, segments, source)
+                if found is None or attention.is_seen:
+                    found = attention.forward(q, *block, found)
             if work:
                 work.wait()
                 block = arriving
+        out, lse = found[0].to(q.dtype), found[1]
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring, ctx.window, ctx.segments = ring, window, segments
         return out
@@ -119,19 +117,20 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out):
         q, k, v, out, lse = ctx.saved_tensors
+        d_out = d_out.contiguous()
         ring, n, rank = ctx.ring, ctx.ring.group.world_size, ctx.ring.group.rank
         exact = torch.promote_types(k.dtype, torch.float32)
         delta, dq = row_products(d_out, out), torch.zeros_like(q, dtype=exact)
         block, block_gradient, gradient_work = torch.stack((k, v)), None, None
         for step in range(n):
             arriving, work = ring.pass_on(block) if step < n - 1 else (None, None)
-            source, share = (rank - step) % n, torch.zeros_like(block, dtype=exact)
+            source, share = (rank - step) % n, torch.empty_like(block, dtype=exact)
             with ring.working(source):
-                sight = ring.sight(q, block[0], ctx.window, ctx.segments, source)
-                if sight.seen():
-                    to_q, to_k, to_v = backward_tiles(q, *block, lse, d_out, delta, sight)
-                    dq += to_q
-                    share[0], share[1] = to_k, to_v
+                attention = ring.block(q, block[0], ctx.window, ctx.segments, source)
+                if attention.is_seen:
+                    attention.backward(q, *block, lse, d_out, delta, dq, *share)
+                else:
+                    share.zero_()
             if gradient_work:  # what the ranks before this one have added to this block's gradient
                 gradient_work.wait()
                 share += block_gradient

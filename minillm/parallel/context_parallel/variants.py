@@ -21,6 +21,7 @@ import math
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
@@ -66,8 +67,8 @@ def context_parallel(module: AnyModule, attention: ContextAttention) -> AnyModul
     return module
 
 
-def _positions(attention: ContextAttention, max_seq_len: int, count: int) -> Tensor:
-    return attention.positions(count * attention.world_size).clamp(max=max_seq_len - 1)
+def _positions(attention: ContextAttention, max_seq_len: int, count: int, device: torch.device) -> Tensor:
+    return attention.positions_on(count * attention.world_size, device).clamp(max=max_seq_len - 1)
 
 
 def check_context(context: str) -> None:

@@ -17,11 +17,13 @@ from minillm.comm import Group
 
 def replicate(module: nn.Module, group: Group, gradient_groups: Mapping[str, Group] | None = None) -> None:
     """Makes every rank's parameters and buffers equal to rank 0's. ValueError, on every rank, if models differ in more
-    than values, or are not on the group's device, or if another wrapper has them that cannot be taken off.
+    than values, or are not on the group's device, or if another wrapper has them that cannot be taken off; in a later
+    forward pass, if torch's DDP has been put around the module.
     gradient_groups: those that other groups hold, by name: they become equal to the first rank's of these."""
     check_plain(module)
     _check_devices(module, group)
     check_same(_tensors(module), group)
+    module.register_forward_pre_hook(OutsideTorchDDP([p for p in module.parameters() if p.requires_grad]))
     for name, tensor in _tensors(module):
         (gradient_groups or {}).get(name, group).broadcast(tensor.detach())
 
@@ -32,6 +34,33 @@ def check_plain(module: nn.Module) -> None:
         raise ValueError("torch's DistributedDataParallel reduces these gradients already: wrap its .module instead.")
     if any(hasattr(parameter, "whole_shape") for parameter in module.parameters()):
         raise ValueError("these parameters are sharded already: wrap the plain module, once.")
+
+
+def check_outside_torch_ddp(parameters: Iterable[Tensor]) -> None:
+    """ValueError in a forward pass of torch's DDP that reduces some of these parameters' gradients as well. It may have
+    been put around the module after ours, and leaves no other trace (`accelerate.prepare(model, optimizer)`)."""
+    around = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if around is None:
+        return
+    reduced = {id(parameter) for parameter in getattr(around, "_module_parameters", around.parameters())}
+    if any(id(parameter) in reduced for parameter in parameters):
+        raise ValueError(
+            "torch's DistributedDataParallel reduces these gradients as well: call its .module, which reduces its own, "
+            "and do not prepare or wrap it again."
+        )
+
+
+class OutsideTorchDDP:
+    """A forward pre-hook that checks it. A copy of the module is checked for nothing."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+
+    def __call__(self, *_: Any) -> None:
+        check_outside_torch_ddp(self.parameters)
+
+    def __reduce__(self) -> Any:
+        return OutsideTorchDDP, ((),)
 
 
 class BufferSync:

@@ -47,6 +47,11 @@ class ShardedModule(nn.Module):
         """(name, this rank's slice), by the names and in the order of the module's own parameters."""
         return ((prefix + ("." if prefix else "") + name, param.slice) for name, param in self.params.items())
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """torch's DDP would broadcast rank 0's slices, and buffers without memory. With these names it refuses."""
+        return [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
+
     def no_sync(self) -> contextlib.AbstractContextManager:
         """For loops written for DDP, and without effect: every microbatch is reduced into the shard, because the full
         gradients that could wait are what stage 3 does not hold. Results are the same, the traffic is K-fold."""

@@ -146,7 +146,6 @@ class _Execution:
         self.under_way: deque[Work] = deque()
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.peak = 0
-        self.do = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
 
     def run(self) -> Tensor:
         for step in self.pipeline.program:
@@ -166,7 +165,7 @@ class _Execution:
         reducing = _reducing(pipeline.parts[action.chunk], action in pipeline.last_gradient)
         with span(str(action)), pipeline.around(action), reducing:
             start = time.monotonic()
-            self.do[action.kind](action, part, needed)
+            _DO[action.kind](self, action, part, needed)
             if pipeline.pace:
                 time.sleep(max(0.0, start + pipeline.pace(action) - time.monotonic()))
 
@@ -245,6 +244,15 @@ class _Execution:
                 f"rank {self.rank}: part {part} returned {list(y.shape)} {y.dtype} for microbatch {m}, but "
                 f"{list(size)} {dtype} travels from part to part: make shape({m}) and the parts agree"
             )
+
+
+# Not bound methods in an attribute: the cycle would keep a step's activations until Python collects garbage.
+_DO = {
+    "F": _Execution.forward,
+    "B": _Execution.backward,
+    "I": _Execution.input_gradient,
+    "W": _Execution.weight_gradient,
+}
 
 
 def unwrapped(part: nn.Module) -> nn.Module:

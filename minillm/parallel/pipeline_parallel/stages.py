@@ -56,7 +56,7 @@ class ModelPart(nn.Module):
         self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial  # as in Transformer
         self.goals: Goals | None = None  # of the microbatch that it computes
         self.distil_loss = distillation_sums  # as in Transformer
-        self.positions_of: Callable[[int], Tensor] | None = None  # as in Transformer
+        self.positions_of: Callable[[int, torch.device], Tensor] | None = None  # as in Transformer
         self.router_losses: RouterLosses | None = None  # of the microbatch that it computes, with its factor
         self.router_losses_of = RouterLosses  # as in Transformer
         self.sequence_shards = 1  # ranks among which sequence parallelism splits each sequence outside of the layers
@@ -86,7 +86,7 @@ class ModelPart(nn.Module):
         """
         seq_len = x.shape[1] * (1 if self.first else self.sequence_shards)
         if positions is None and self.positions_of:
-            positions = self.positions_of(seq_len).to(x.device)
+            positions = self.positions_of(seq_len, x.device)
         if self.first:
             check_tokens(x, self.config, positions)
         x = self.embedding(x) if self.first else x

@@ -77,7 +77,14 @@ class ShardSettings:
             return self.replicate_group.all_reduce(first.wait(), "avg")
 
         own = flat[: flat.numel() // self.group.world_size]
-        return self.replicate_group.run("all_reduce", own, second, async_op=True, how="op=avg")
+        averaged = self.replicate_group.run("all_reduce", own, second, async_op=True, how="op=avg")
+
+        def wait() -> Tensor:
+            result = averaged.wait()
+            first.wait()  # on the stream that launched it, which lets go of `flat`
+            return result
+
+        return Work(wait, averaged.done)
 
 
 class LocalShard:

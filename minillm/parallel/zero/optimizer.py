@@ -43,6 +43,11 @@ class ZeroOptimizer(SlicedOptimizer):
 
     make(named): builds an optimizer that works element by element, from (name, parameter) pairs: all parameters, in
         order, each as the 1-D slice of it in this rank's shard, maybe empty; `.whole_shape` is the parameter's own.
+    The module's weights move into flat memory and stay there: move, cast and wrap it before. Its own `.grad` are not to
+    be read: stage 1 leaves the average in this rank's part of them only, stage 2 leaves nothing, so that
+    `torch.nn.utils.clip_grad_norm_(module.parameters())` is refused with stage 1 and finds no gradient with stage 2.
+    `step` raises ValueError once the weights have left, or a later wrapper reduces the gradients.
+
     master: 16-bit weights are stepped as float32 copies, of the own shard only.
     offload: where those copies and the optimizer's state live (offload.py).
     find_unused: a parameter may get no gradient: it counts as zeros if another rank has one, and is left alone if none
@@ -105,6 +110,7 @@ class ZeroOptimizer(SlicedOptimizer):
     def prepare_gradients(self) -> None:
         """Gives all slices their gradients at once, also to master and offloaded ones, for loops that see or change
         them before `step`, which otherwise takes a bucket at a time."""
+        self.reducer.check_in_charge()
         self.reducer.finish_late()
         for index in range(len(self.shards)):
             self.reducer.give_gradients(index)
@@ -114,6 +120,7 @@ class ZeroOptimizer(SlicedOptimizer):
         """Steps the own shards bucket by bucket; a bucket's weights are gathered while the next one is stepped."""
         with torch.enable_grad():
             loss = closure() if closure else None
+        self.reducer.check_in_charge()
         self.reducer.finish_late()
         gathers = []
         for index, shard in enumerate(self.shards):

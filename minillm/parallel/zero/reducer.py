@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from minillm.comm.operation import Work
 from minillm.parallel.data_parallel.packing import Bucket, assign
 from minillm.parallel.data_parallel.reducer import Reducer
+from minillm.parallel.sharding.sharded_gradient import ShardedGradient
 from minillm.parallel.sharding.slices import LocalShard, ShardSettings
 
 
@@ -40,6 +41,7 @@ class ScatterReducer(Reducer):
         self.stage, self.settings = stage, [settings.of(bucket.names[0]) for bucket in buckets]
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in names]  # they live as long as held
         self._hooks += [node.register_prehook(self._before(p)) for node, p in zip(self._nodes, names, strict=True)]
+        self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self.shards = [self._shard(index, bucket) for index, bucket in enumerate(buckets)]
         self._arriving: dict[int, Tensor] = {}  # by bucket: where its reduction puts this rank's part
         self.is_reduced = False  # since start_over
@@ -49,6 +51,7 @@ class ScatterReducer(Reducer):
         flat = bucket.empty()
         for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
             p.data, p.grad = view.copy_(p.detach()), None
+            self._places[p] = _memory_of(p)
         named = zip(bucket.names, bucket.parameters, strict=True)
         return LocalShard(f"bucket{index}", flat, named, self.settings[index], is_lasting=True)
 
@@ -91,6 +94,9 @@ class ScatterReducer(Reducer):
             self.is_reduced = True
             for shard in self.shards:
                 shard.clear_unused_gradients({self.names[p] for p in self.unused})
+            for p in self.names:  # of stage 1: whole, but an average in this rank's part only
+                if p.grad is not None:
+                    p.grad = ShardedGradient.of(p.grad, self.group)
 
     def finish_late(self) -> None:
         """Reduces what no backward has reduced: all microbatches ran under no_sync, or none reached a parameter on this
@@ -110,6 +116,20 @@ class ScatterReducer(Reducer):
         self.shards[index].drop_gradients()
         self._free(index)
 
+    def check_in_charge(self) -> None:
+        """ValueError where a step would move nothing: a later wrapper gets the gradients, or the weights have left."""
+        if self.is_closed:
+            raise ValueError(
+                "a later wrapper reduces this module's gradients, so this optimizer gets none: make the optimizer "
+                "after all wrappers, and step that one."
+            )
+        for p, place in self._places.items():
+            if _memory_of(p) != place:
+                raise ValueError(
+                    f"{self.names[p]} was moved or cast after the optimizer was made, which would go on stepping its "
+                    "earlier memory: move or cast the module before."
+                )
+
     def _free(self, index: int) -> None:
         """Frees a bucket's full gradients."""
         for p in self.buckets[index].parameters:
@@ -127,3 +147,8 @@ class ScatterReducer(Reducer):
         """The gradients that this rank holds besides those of slices."""
         waiting = [shard.waiting for shard in self.shards]
         return [tensor for tensor in [*self._flats, *waiting, *self._arriving.values()] if tensor is not None]
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Which storage holds it, and from where on: a number that a tensor without memory (a fake one) has, too."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()

@@ -117,6 +117,7 @@ class Stream:
     def _work(self) -> None:
         while (work := self._todo.get()) is not None:
             work.work_off()
+            del work  # or its tensors would live until the next one comes
 
 
 class NcclLike(dist.ProcessGroup):

@@ -196,6 +196,21 @@ def test_only_a_wait_on_the_launching_stream_lets_go_of_memory(waits, is_kept, f
     assert (used[0]() is not None) == is_kept
 
 
+def test_a_wait_on_the_launching_stream_lets_go_after_one_elsewhere(far_behind, monkeypatch) -> None:
+    """As in hybrid sharding: the second all-reduce waits for the reduce-scatter on a side stream."""
+    backend, operation, _, used = far_behind
+    stream = "compute"
+    monkeypatch.setattr(backend, "current_stream", lambda: stream)
+    work = backend.reduce_scatter(operation(), torch.ones(4), "sum", None, True)
+    backend.all_reduce(operation(), torch.ones(3), "sum", async_op=True)
+    flat, stream = used[1], "side"
+    work.wait()
+    assert flat() is not None
+    stream = "compute"
+    work.wait()
+    assert flat() is None
+
+
 class DeviceClock:
     """A CUDA that has a clock and nothing else: the host queues in no time, and the device gets there 2 s later."""
 

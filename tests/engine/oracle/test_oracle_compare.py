@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from minillm.__main__ import run
-from minillm.equivalence import CASES, ParallelConfig, compare
+from minillm.equivalence import CASES, ParallelConfig, compare, oracle
 from minillm.train.strategies.hybrid import Hybrid, make_strategy
 from minillm.train.strategies.single_device import SingleDevice
 
@@ -96,3 +98,26 @@ def test_bad_input_is_one_line(argv, message, capsys):
     assert run(["oracle", *argv]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+class _Stop(Exception):
+    pass
+
+
+def test_model_and_batch_are_on_the_device_of_the_group():
+    """On a node with a GPU per rank both have to be there, and the group's messages are."""
+    seen = []
+
+    class Watched(SingleDevice):
+        def build(self, config, **how):
+            seen.append(how["device"])
+            return super().build(config, **how)
+
+        def forward_backward(self, module, microbatches, *_):
+            seen.extend(x.device for each in microbatches for x in each if x is not None)
+            raise _Stop
+
+    group = SimpleNamespace(device=torch.device("meta"), rank=0)
+    with pytest.raises(_Stop):
+        oracle._step(group, Watched(), ParallelConfig(), "plain", CASES["plain"], 0, 0.1, 1)
+    assert len(seen) > 2 and {torch.device(device).type for device in seen} == {"meta"}

@@ -20,7 +20,9 @@ class PositionsFromZero(Hybrid):
 
     def build(self, config, **how):
         model = super().build(config, **how)
-        model.positions_of = lambda count: self.context.positions(count * 2) - self.context.positions(count * 2)[0]
+        model.positions_of = lambda count, device: (
+            self.context.positions(count * 2) - self.context.positions(count * 2)[0]
+        )
         return model
 
 

@@ -48,7 +48,7 @@ def test_biases_are_those_of_one_process():
 
 
 def test_what_a_step_counts_that_is_rolled_back_moves_no_bias(monkeypatch):
-    run, counted = programs.trainer(model=programs.EXPERTS), []
+    run, counted = programs.trainer(model=programs.EXPERTS, spike_nats=2.0), []
     update = trainer_module.update_balance_biases
 
     def counting(model, sum_over_ranks):

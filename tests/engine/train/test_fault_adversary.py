@@ -31,7 +31,7 @@ QUIET = {"progress": False, "tensorboard": False}
 
 def trainer(parallel=None, model=MODEL, **options):
     text = Tokens((torch.arange(4000) * 7 % 50).numpy().astype("uint16"), 50, 0, 1, 12000)
-    options = {"seq_len": 16, "batch_size": 2, "steps": 12, "warmup_steps": 2} | options
+    options = {"seq_len": 16, "batch_size": 2, "steps": 12, "warmup_steps": 2, "spike_nats": 2.0} | options
     return Trainer(TrainConfig(model, **options), text, workers=0, parallel=parallel)
 
 

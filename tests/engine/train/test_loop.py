@@ -212,8 +212,8 @@ def test_a_bad_update_is_rolled_back_and_its_data_skipped():
     assert run.step().applied
 
 
-def test_without_spikes_to_undo_nothing_is_copied_and_a_bad_loss_ends_the_run():
-    run = trainer(spike_nats=None)
+def test_unless_it_is_asked_for_nothing_is_copied_and_a_bad_loss_ends_the_run():
+    run = trainer()
     captured = []
     run.loss_spikes.capture = lambda: captured.append("a copy")
     for _ in range(3):
@@ -226,11 +226,11 @@ def test_without_spikes_to_undo_nothing_is_copied_and_a_bad_loss_ends_the_run():
 
 
 def test_a_snapshot_is_copied_into_host_memory():
-    spikes = LossSpikeGuard(lambda: {"weight": torch.ones(3, device="meta")}, None)
+    spikes = LossSpikeGuard(lambda: {"weight": torch.ones(3, device="meta")}, None, spike_nats=2.0)
     with pytest.raises(NotImplementedError, match="meta"):  # which holds nothing to copy; another device would
         spikes.before_update(0)
     weight = torch.ones(2)
-    spikes = LossSpikeGuard(lambda: {"state": (weight, 4)}, None)
+    spikes = LossSpikeGuard(lambda: {"state": (weight, 4)}, None, spike_nats=2.0)
     spikes.before_update(0)
     weight.zero_()
     assert spikes._snapshot[1]["state"][0].tolist() == [1, 1]
@@ -257,8 +257,16 @@ def test_a_step_reads_no_single_numbers_from_the_device(monkeypatch, precision):
     assert reads.count == 0
 
 
+def test_a_snapshot_is_gone_before_the_next_is_taken():
+    alive = []
+    spikes = LossSpikeGuard(lambda: alive.append(spikes._snapshot) or {}, None, spike_nats=2.0, every=2)
+    for step in range(4):
+        spikes.before_update(step)
+    assert alive == [None, None]
+
+
 def test_gradients_that_are_not_finite_are_not_applied():
-    run = trainer()
+    run = trainer(spike_nats=2.0)
     for _ in range(3):
         run.step()
     handle = run.model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
