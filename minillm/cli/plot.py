@@ -69,7 +69,8 @@ def step_time_figure(rows: list[dict[str, Any]], name: str) -> Figure:
     figure, ax = subplots()
     with style():
         x = [row["step"] + 1 for row in steps]
-        stacks = [[1e3 * max(0.0, row[f"{part}_s"]) for row in steps] for part in PARTS]
+        known = [{"idle_s": row["seconds"]} | row for row in steps]  # a run may have measured whole steps only
+        stacks = [[1e3 * max(0.0, row.get(f"{part}_s", 0.0)) for row in known] for part in PARTS]
         areas = ax.stackplot(x, stacks, labels=list(PARTS), linewidth=0)
         for area, (kind, strength) in zip(areas, PARTS.values(), strict=True):
             colour, hatch = SPANS[kind]
@@ -101,7 +102,7 @@ def goodput_figure(spent: Goodput, name: str) -> Figure:
 
 def _steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last record of each step: after a rollback a step is made again."""
-    needed = {"loss", "seconds", *(f"{part}_s" for part in PARTS)}
+    needed = {"loss", "seconds"}
     steps = {row["step"]: row for row in rows if needed <= row.keys()}
     if not any(row["loss"] is not None for row in steps.values()):
         raise ValueError("this run has not made a step yet: nothing to draw")

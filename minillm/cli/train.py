@@ -136,6 +136,9 @@ def command(
     context: Annotated[str, PARALLEL(help=f"Their attention: {', '.join(CONTEXTS)}.")] = "zigzag",
     node: Annotated[int, PARALLEL(help="Of a hybrid: ranks that exchange heads, with rings across.", min=1)] = 2,
     pad: Annotated[bool, PARALLEL("--pad", help="Lengthen windows that do not divide over those ranks.")] = False,
+    keep_weights: Annotated[
+        bool, PARALLEL("--keep-weights", help="With --pp and --zero 3: gather weights once a step and keep them.")
+    ] = False,
     save_every: Annotated[int, CHECKPOINTS(help="Steps between checkpoints.", min=1)] = 200,
     keep: Annotated[int, CHECKPOINTS(help="How many checkpoints stay.", min=1)] = 2,
     save_in_background: Annotated[
@@ -148,6 +151,7 @@ def command(
     memory: Annotated[
         bool, OUTPUT("--memory", help="Show what memory was for, at its fullest in the first step.")
     ] = False,
+    time_parts: Annotated[bool, OUTPUT("--time-parts/--no-time-parts", help="Say where a step's time went.")] = True,
     json_file: JsonFile = None,
 ) -> int:
     """Train a model on the standard library's source, or on your text. Ctrl-C saves; --resume goes on."""
@@ -173,10 +177,11 @@ def command(
     job = TrainingJob(
         folder or runs,
         settings,
-        _parallel_config(dp, microbatches, rows, **spread),
+        _parallel_config(dp, microbatches, rows, reshard=not keep_weights, **spread),
         resume=resume,
         offload=offload,
         device=device,
+        time_parts=time_parts,
         save_every=save_every,
         keep=keep,
         save_in_background=save_in_background,
@@ -296,6 +301,8 @@ def _parallel_config(dp: int, microbatches: int | None, rows: int, **spread: Any
     spread["dp"] = dp
     if spread["pad"] and spread["cp"] == 1:
         raise ValueError("--pad lengthens windows for --cp ranks to share: add --cp, or leave it out")
+    if not spread["reshard"] and (spread["pp"] == 1 or spread["zero"] < 3):
+        raise ValueError("--keep-weights is for a pipeline's gathered weights: add --pp and --zero 3")
     if spread["pp"] == 1:
         if microbatches:
             raise ValueError(f"--microbatches {microbatches} is for a pipeline: add --pp, or use --accumulate")

@@ -14,6 +14,7 @@ class TrainConfig:
 
     lr: the highest learning rate, reached after `warmup_steps` and lowered along a cosine to min_lr_share of it.
     precision: see `precision.PRECISIONS`; activation_checkpointing: see `activation_checkpointing.MODES`.
+    compile: each block's forward and backward through torch.compile; messages between blocks still overlap.
     documents: tokens see their own document only, where a window holds several.
     max_grad_norm: gradients are scaled down to this global norm; None = never.
     spike_nats: a loss this far above the recent ones is undone, and so is one that is not finite (see

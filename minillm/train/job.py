@@ -57,6 +57,7 @@ class TrainingJob:
     resume: bool = False
     offload: str | None = None
     device: str = ""
+    time_parts: bool = True
     save_every: int = 200
     keep: int = 2
     save_in_background: bool = False
@@ -215,7 +216,14 @@ def _train(group: Group | None, job: TrainingJob, strategy: SingleDevice) -> dic
     if peak and device.type != "cpu":  # ranks on a CPU share it
         peak *= group.world_size if group else 1
     trainer = Trainer(
-        config, tokens, held_out, device=device, peak_flops=peak, parallel=strategy, teacher=job.teacher()
+        config,
+        tokens,
+        held_out,
+        device=device,
+        peak_flops=peak,
+        parallel=strategy,
+        teacher=job.teacher(),
+        time_parts=job.time_parts,
     )
     how = {"save_every": job.save_every, "validate_every": job.validate_every, "lock": not job.is_locked}
     saves = {"keep": job.keep, "save_in_background": job.save_in_background, "tokenizer": Tokenizer.load().fingerprint}

@@ -35,6 +35,8 @@ class ParallelConfig:
     ep: of the dp ranks, neighbours that share the experts of a layer; ep_nodes: nodes that these lie on, between which
         a token travels once and inside which it goes on, to every expert that it needs there.
     axis_order: of the mesh, outermost first: which ranks are neighbours, and so share a node.
+    reshard: of a pipeline with zero 3: whole weights are freed after every forward and backward of a microbatch, and
+        gathered again; False: gathered once in a step and kept to its end, for their memory.
 
     ValueError for what fits no model; `check` looks at a model.
     """
@@ -54,6 +56,7 @@ class ParallelConfig:
     ep: int = 1
     ep_nodes: int = 1
     axis_order: tuple[str, ...] = AXES
+    reshard: bool = True
 
     def __post_init__(self) -> None:
         counts = {"dp": range(1, MAX_RANKS + 1), "zero": range(4), "accumulate": range(1, 1025)}
@@ -85,6 +88,10 @@ class ParallelConfig:
             raise ValueError(
                 f"node {self.node} does not divide cp {self.cp}: a hybrid exchanges heads among `node` ranks, so use a "
                 "divisor of cp."
+            )
+        if not self.reshard and (self.pp == 1 or self.zero < 3):
+            raise ValueError(
+                "reshard False keeps gathered weights through a pipeline's step: use pp 2 or more, zero 3."
             )
         _ = self.order
 
@@ -180,4 +187,5 @@ class ParallelConfig:
         text += f", tp {self.tp}{' sequence' if self.sequence else ''}" if self.tp > 1 else ""
         text += f", pp {self.pp} {self.schedule}" if self.pp > 1 else ""
         text += f", cp {self.cp} {self.context}" if self.cp > 1 else ""
+        text += "" if self.reshard else ", weights kept"
         return text + (f", order {' '.join(self.axis_order)}" if self.axis_order != AXES else "")

@@ -12,6 +12,7 @@ gradients divided after, in float32.
 """
 
 import contextlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -52,7 +53,8 @@ class LossScaler:
     """Dynamic loss scaling: the highest power of two that does not overflow, found by trying.
 
         scaler.scale(loss).backward()
-        finite = scaler.unscale_(parameters)   # gradients / scale, in place
+        scaler.unscale_(parameters)            # gradients / scale, in place
+        finite = all_finite(parameters)        # or: whether their norm is, which is known anyway
         if finite: optimizer.step()
         scaler.update(finite)                  # overflow: halve; `interval` good steps in a row: double
 
@@ -80,22 +82,19 @@ class LossScaler:
         return loss * self.value if self.enabled else loss
 
     @torch.no_grad()
-    def unscale_(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Divides the gradients in place; returns whether all are finite, a scalar on their device (reading it waits
-        for the device). Half-precision gradients would underflow: unscale float32 ones
-        (`MasterWeights.cast_gradients`). Disabled: touches nothing and says True."""
+    def unscale_(self, parameters: Iterable[Tensor]) -> None:
+        """Divides the gradients in place, in one operation for all. Half-precision gradients would underflow: unscale
+        float32 ones (`MasterWeights.cast_gradients`). Disabled: touches nothing."""
         if not self.enabled:
-            return torch.tensor(True)
+            return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if half := [gradient for gradient in gradients if gradient.dtype == torch.float16]:
             raise ValueError(f"{len(half)} gradients are float16 and would underflow: unscale float32 ones.")
-        if not gradients:
-            return torch.tensor(True)
-        torch._foreach_mul_(gradients, 1.0 / self.value)
-        return torch.stack([gradient.isfinite().all() for gradient in gradients]).all()
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.value)
 
     def update(self, finite: bool) -> None:
-        """After each step: `finite` as `unscale_` returned it (with several ranks: whether it was so on all)."""
+        """After each step; finite: whether all gradients were, on all ranks."""
         if not self.enabled:
             return
         if not finite:
@@ -113,6 +112,14 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.value, self.good_steps = state["value"], state["good_steps"]
+
+
+def all_finite(parameters: Iterable[Tensor]) -> Tensor:
+    """Whether all gradients are finite, a scalar on their device (reading it waits for the device)."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.tensor(True)
+    return torch.stack(torch._foreach_norm(gradients, math.inf)).isfinite().all()
 
 
 class MasterWeights:

@@ -1,6 +1,7 @@
 """Models by name, for `python -m minillm train --model-size NAME`, all with tied embeddings.
 
-Parameters are those with the committed tokenizer, whose 4,096 tokens alone take 4096 · hidden_size.
+Parameters are those with the committed tokenizer, whose 4,096 tokens alone take 4096 · hidden_size. The last two are
+large enough that computing, messages and memory of a step are those of real training.
 """
 
 from dataclasses import replace
@@ -12,6 +13,8 @@ _SIZES = {  # hidden, intermediate, layers, heads, kv heads
     "draft": (96, 192, 2, 4, 2),  # 0.56 M: guesses ahead for the target
     "target": (256, 768, 6, 8, 4),  # 5.8 M: learns to write Python in minutes on two cores
     "medium": (512, 1536, 8, 8, 4),  # 27 M: for a GPU
+    "large": (1024, 3072, 24, 16, 8),  # 0.31 B: for a GPU of 16 GB and more
+    "1b": (2048, 8192, 16, 32, 8),  # 0.98 B, the blocks of Llama 3.2 1B: 16 GB of model states, for several GPUs
 }
 SIZES = tuple(_SIZES)
 

@@ -5,6 +5,9 @@ other ranks, usually inside a span. Standing still counts as communication and n
 communication that is hidden behind backward costs nothing here: the parts add up to the step.
 """
 
+import bisect
+import itertools
+import math
 import re
 from dataclasses import dataclass
 
@@ -16,7 +19,7 @@ PARTS = ("input", "forward", "backward", "optimizer", "communication", "idle")
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step; the parts add up to `total`."""
+    """Seconds of one step; the parts add up to `total`. Where they were not measured, all of it is idle."""
 
     total: float
     input: float = 0.0
@@ -34,18 +37,25 @@ class StepTime:
     def of(cls, ledger: Ledger, total: float) -> "StepTime":
         """The parts of one step that took `total` seconds, from what it recorded."""
         seconds = dict.fromkeys(PARTS, 0.0)
-        known = [(done, part) for done in ledger.spans if (part := _part(done.name, done.kind))]
-        for done, part in known:
-            waited = sum(event.waited for event in ledger.events if done.start <= event.end <= done.end)
-            seconds[part] += done.seconds - (0.0 if part == "communication" else waited)
+        events = sorted((event.end, event.waited) for event in ledger.events if event.waited)
+        ends = [end for end, _ in events]
+        up_to = [0.0, *itertools.accumulate(waited for _, waited in events)]
+        known = sorted((done.start, done.end, part) for done in ledger.spans if (part := _part(done.name, done.kind)))
+        inside, covered = 0.0, -math.inf
+        for start, end, part in known:
+            last = bisect.bisect_right(ends, end)
+            waited = up_to[last] - up_to[bisect.bisect_left(ends, start)]
+            seconds[part] += end - start - (0.0 if part == "communication" else waited)
             seconds["communication"] += 0.0 if part == "communication" else waited
-        for event in ledger.events:  # between spans: it is no work of this rank either
-            if not any(done.start <= event.end <= done.end for done, _ in known):
-                seconds["communication"] += event.waited
+            if end > covered:  # spans may lie within each other
+                first = bisect.bisect_left(ends, start) if start > covered else bisect.bisect_right(ends, covered)
+                inside, covered = inside + up_to[last] - up_to[first], end
+        seconds["communication"] += up_to[-1] - inside  # between spans: it is no work of this rank either
         return cls(total, **{part: seconds[part] for part in PARTS if part != "idle"})
 
     def to_json(self) -> dict[str, float]:
-        return {"seconds": self.total} | {f"{part}_s": getattr(self, part) for part in PARTS}
+        parts = {f"{part}_s": getattr(self, part) for part in PARTS} if self.idle < self.total else {}  # else unknown
+        return {"seconds": self.total} | parts
 
 
 def _part(name: str, kind: str) -> str | None:

@@ -6,7 +6,8 @@
     optimizer  unscale, norm, clip, AdamW with this step's learning rate
 
 The head's gradient is worked out with the loss, so its two matmuls count as forward time (`model/loss.py`). The host
-reads from the device once per step, before the update (loss, tokens, norm), and waits once more at the end for times.
+reads from the device once per step, before the update (loss, tokens, norm), and does not wait for it again: on a GPU
+the times of a step's parts are read in the next one, when they are known.
 
 `Trainer.step` does that and says how long each part took; `state_dict` is all the next step depends on, so a run that
 is saved and loaded goes on with the same bits. `run.fit` makes a run of it: bar, metrics, checkpoints, Ctrl-C.
@@ -24,9 +25,9 @@ import torch
 from torch import Tensor
 
 from minillm.data import Batch, Loader, TokenDataset, Tokens
-from minillm.measure import ledger, span
+from minillm.measure import Ledger, ledger, span
 from minillm.model import Transformer, check_tokens
-from minillm.model.compiler import check_compiler
+from minillm.model.compiler import check_compiler, compile_blocks
 from minillm.model.loss import IGNORE
 from minillm.model.moe import forget_load, update_balance_biases
 from minillm.parallel.sharding.full_state import full_state, parts_of_full
@@ -82,6 +83,8 @@ class Trainer:
     """`Trainer(config, tokens).step()`, as often as you like.
 
     validation: held-out tokens for `validate`. peak_flops: of all that the ranks run on, FLOP/s, for the MFU.
+    time_parts: keep a ledger, for the parts of `Step.time`; on a GPU, where each collective then records events of the
+        device, a step's `time` is that of the step before. False: no ledger, and only the whole step's seconds.
     teacher: a trained model whose next-token distributions are learnt as well (config.distil_share), whole on every
     rank; it is not changed. parallel: see strategies/single_device.py. `model` is the bare transformer, `module` what
     forward is called on.
@@ -98,6 +101,7 @@ class Trainer:
         parallel: SingleDevice | None = None,
         workers: int = 1,
         teacher: Transformer | None = None,
+        time_parts: bool = True,
     ):
         self.config, self.device, self.peak_flops = config, torch.device(device), peak_flops
         self._config = config.to_json()
@@ -119,13 +123,15 @@ class Trainer:
         checkpoint_blocks(self.model, MODES[config.activation_checkpointing])
         if config.compile:
             check_compiler(self.device)
-            self.model.compile()
+            compile_blocks(self.model)
         self.module = self.parallel.wrap(self.model, self.precision.master)
         make = partial(adamw, config=config)
         self.updater = self.parallel.updater(self.module, make, self.precision.master)
         self.optimizer = self.updater if isinstance(self.updater, torch.optim.Optimizer) else self.updater.inner
         self.scaler = LossScaler(self.precision.scaled)
         self.loss_spikes = LossSpikeGuard(self._learnt, self._unlearn, spike_nats=config.spike_nats)
+        self.time_parts = time_parts
+        self._unread: tuple[Ledger, float] | None = None  # of the step before, on a GPU
         self.steps_done = 0
         self.loads = 0  # how often a state was loaded: what was worked out about the one before no longer holds
 
@@ -133,7 +139,7 @@ class Trainer:
         """One update from the next `accumulate` microbatches, or one rollback if they went wrong."""
         number, lr, scale = self.steps_done, learning_rate(self.steps_done, self.config), self.scaler.value
         start, position, skipped = time.monotonic(), self.loader.position, None
-        with ledger() as led:
+        with ledger() if self.time_parts else nullcontext() as led:
             loss, tokens = self.backward()
             norm = self.finish_gradients()
             loss, tokens, norm = torch.stack([loss, tokens, norm.to(loss)]).tolist()
@@ -149,8 +155,7 @@ class Trainer:
                 self.steps_done = self.loss_spikes.roll_back(problem, number, position, self.loader.position)
                 skipped = self.loss_spikes.skipped[-1]
                 problem = f"{problem}; back to step {self.steps_done}, without windows {skipped[0]} to {skipped[1] - 1}"
-            _ = led.spans  # on a GPU their times are known when it has done the work: the step's second wait
-            spent = StepTime.of(led, time.monotonic() - start)
+        spent = self._time_of(led, time.monotonic() - start)
         mfu = self._mfu(tokens, spent.total)
         happened = (finite and not problem, problem, position, skipped)
         return Step(number, loss, norm, lr, round(tokens), spent, mfu, scale, *happened)
@@ -296,6 +301,15 @@ class Trainer:
         """Forward, or all of a pipeline, in the precision of this run; backward as its forward was."""
         with span(name), nullcontext() if name == "backward" else self.precision.context(self.device):
             yield
+
+    def _time_of(self, led: Ledger | None, total: float) -> StepTime:
+        """On a GPU of the step before: the device has long got there, since this step's loss was read."""
+        if led is None:
+            return StepTime(total)
+        if self.device.type == "cpu":
+            return StepTime.of(led, total)
+        before, self._unread = self._unread, (led, total)
+        return StepTime.of(*before) if before else StepTime(total)
 
     def _mfu(self, tokens: float, seconds: float) -> float | None:
         if self.peak_flops is None:

@@ -48,6 +48,8 @@ def write(
     shards = plan_shards(sizes, max_shard_bytes)
     token = secrets.token_hex(4)  # names of this save, so that the old index never points at a new file
     unused: list[Path] = []  # new files that nothing refers to yet
+    has_earlier = any((folder / name).exists() for name in (SINGLE, INDEX))
+    kept = "; the checkpoint that was there still loads" if has_earlier else ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         outdated = {path for pattern in OURS for path in folder.glob(pattern)}
@@ -75,7 +77,7 @@ def write(
         for path in sorted(outdated, key=lambda path: path.name != SINGLE):
             path.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
-        raise OSError(f"cannot save to {folder} ({error}); the checkpoint that was there still loads.") from error
+        raise OSError(f"cannot save to {folder} ({error}){kept}.") from error
     finally:
         for path in unused:
             path.unlink(missing_ok=True)

@@ -63,16 +63,18 @@ class Routes:
         return total
 
 
-def sort_by_expert(experts: Tensor, num_experts: int, dropless: bool = False) -> Routes:
+def sort_by_expert(experts: Tensor, num_experts: int, dropless: bool = False, rows: int | None = None) -> Routes:
     """experts: [tokens, choices] of 0 .. num_experts - 1, or -1 = dropped.
 
-    dropless: the caller knows that there is no -1; otherwise the number of rows is read from the device.
+    dropless: the caller knows that there is no -1; rows: how many are not dropped, as far as the caller knows.
+    Otherwise the number is read from the device, for which the host waits.
     """
     flat, counts = experts.flatten(), count_by_expert(experts, num_experts)
     if dropless:
         order = flat.argsort(stable=True)
     else:
-        order = torch.where(flat < 0, num_experts, flat).argsort(stable=True)[: int(counts.sum())]
+        rows = int(counts.sum()) if rows is None else rows
+        order = torch.where(flat < 0, num_experts, flat).argsort(stable=True)[:rows]
     place = torch.full_like(flat, -1)
     place[order] = torch.arange(len(order), device=flat.device)
     return Routes(order, place.view_as(experts), counts, len(order) == len(flat))

@@ -6,10 +6,12 @@
       experts             one product per expert
       ◀── all-to-all ──   a a b | c d d          both permutations back
 
-Every rank learns first how many rows come, by an all-gather of 8 · E bytes per rank for which its host waits. The two
-all-to-alls then carry existing rows only: T·k·h·b·(N-1)/N bytes each if all experts are chosen equally often. Dropped
-rows do not travel, and an expert without rows still has a gradient, of zeros. An expert's rows are those of one process
-that has all tokens, in the same order. Lepikhin et al. 2020, "GShard", §3; Rajbhandari et al. 2022, "DeepSpeed-MoE".
+Every rank learns first how many rows come, by an all-gather of 8 · E bytes per rank, which its host reads: the one time
+in a layer that it waits for the device, since messages need their sizes. (A fixed capacity per expert would need no
+sizes, and drops rows or pads.) The two all-to-alls then carry existing rows only: T·k·h·b·(N-1)/N bytes each if all
+experts are chosen equally often. Dropped rows do not travel, and an expert without rows still has a gradient, of zeros.
+An expert's rows are those of one process that has all tokens, in the same order. Lepikhin et al. 2020, "GShard", §3;
+Rajbhandari et al. 2022, "DeepSpeed-MoE".
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
 from minillm.model.moe import sort_by_expert
+from minillm.model.moe.permute import count_by_expert
 from minillm.parallel.expert_parallel.exchange import Exchange
 
 Experts = Callable[[Tensor, Tensor], Tensor]
@@ -51,11 +54,20 @@ class ExpertDispatch:
         self.group, self.num_experts = group, num_experts
 
     def __call__(
-        self, experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor, dropless: bool = False
+        self,
+        experts: Experts,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        dropless: bool = False,
+        route: Route | None = None,
     ) -> Callable[[], Tensor]:
-        """See `MoE.dispatch`. Every rank of the group makes both calls, with as few as no tokens."""
-        routes = sort_by_expert(chosen, self.num_experts, dropless)
-        route = Route.of(routes.counts, self.group)
+        """See `MoE.dispatch`. Every rank of the group makes both calls, with as few as no tokens. route: if the ranks
+        know it already."""
+        if route is None:
+            table = Table.of(count_by_expert(chosen, self.num_experts), self.group)
+            route = table.route(table.sizes.tolist())  # the host waits
+        routes = sort_by_expert(chosen, self.num_experts, dropless, sum(route.exchange.send_counts))
         handle = route.exchange.start(routes.to_experts(x))
 
         def answer() -> Tensor:
@@ -81,15 +93,30 @@ class Route:
     undo: Tensor
     exchange: Exchange
 
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """How many rows go where, on the device. received: [N, experts / N], this rank's, by source and own expert; sizes:
+    [2 · N], rows that it sends to each rank, and that it gets from each."""
+
+    group: Group
+    received: Tensor
+    sizes: Tensor
+
     @staticmethod
-    def of(counts: Tensor, group: Group) -> Route:
+    def of(counts: Tensor, group: Group) -> Table:
         """counts: [num_experts], this rank's rows for each. Every rank of the group calls it."""
         table = group.all_gather(counts[None]).view(group.world_size, group.world_size, -1)  # from, to, expert there
         received = table[:, group.rank]
-        send_counts, recv_counts = table[group.rank].sum(-1).tolist(), received.sum(-1).tolist()  # the host waits
-        expert = torch.arange(received.shape[1], device=counts.device).expand_as(received)
-        regroup = expert.flatten().repeat_interleave(received.flatten()).argsort(stable=True)
-        return Route(received.sum(0), regroup, inverse(regroup), Exchange(group, send_counts, recv_counts))
+        return Table(group, received, torch.cat([table[group.rank].sum(-1), received.sum(-1)]))
+
+    def route(self, sizes: list[int]) -> Route:
+        """sizes: those of the table, as the host knows them."""
+        received, n = self.received, self.group.world_size
+        expert = torch.arange(received.shape[1], device=received.device).expand_as(received)
+        by_source = expert.flatten().repeat_interleave(received.flatten(), output_size=sum(sizes[n:]))
+        regroup = by_source.argsort(stable=True)
+        return Route(received.sum(0), regroup, inverse(regroup), Exchange(self.group, sizes[:n], sizes[n:]))
 
 
 def inverse(order: Tensor) -> Tensor:

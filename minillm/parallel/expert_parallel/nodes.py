@@ -14,6 +14,9 @@ A layer's collectives (an all-gather tells how many rows come; numbers of expert
                      forward                                                              backward
     across nodes     all-gather, 3 all-to-alls: rows + weights, their experts, rows back  2 all-to-alls
     inside a node    all-gather, 2 all-to-alls: rows, rows back                           2 all-to-alls
+
+The all-gather of a node adds up what the one across nodes has told, so both are known before any row has left, and the
+host reads both at once: it waits for the device once per layer, as in one level.
 """
 
 from collections.abc import Callable
@@ -23,7 +26,8 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.model.moe import sort_by_expert
-from minillm.parallel.expert_parallel.dispatch import ExpertDispatch, Experts, check_experts
+from minillm.model.moe.permute import count_by_expert
+from minillm.parallel.expert_parallel.dispatch import ExpertDispatch, Experts, Table, check_experts
 from minillm.parallel.expert_parallel.exchange import Exchange
 
 
@@ -44,19 +48,26 @@ class NodeDispatch:
     ) -> Callable[[], Tensor]:
         """See `MoE.dispatch`. Every rank of all nodes makes both calls, with as few as no tokens."""
         across, each = self.across, self.experts_per_node
-        nodes = torch.arange(across.world_size, device=x.device)
+        nodes, num_nodes = torch.arange(across.world_size, device=x.device), across.world_size
         there = chosen.div(each, rounding_mode="floor")[:, None] == nodes[:, None]  # [tokens, nodes, choices]
         local = torch.where(there, chosen[:, None] - each * nodes[:, None], -1)
-        routes = sort_by_expert(torch.where(there.any(-1), nodes, -1), across.world_size)  # a node for an expert
-        table = across.all_gather(routes.counts[None])  # from, to
-        exchange = Exchange(across, table[across.rank].tolist(), table[:, across.rank].tolist())  # the host waits
+        on_nodes = torch.where(there.any(-1), nodes, -1)
+        own = torch.cat([count_by_expert(on_nodes, num_nodes), count_by_expert(chosen, num_nodes * each)])
+        gathered = across.all_gather(own[None])  # from; rows to each node, then pairs for each expert
+        to_experts = gathered[:, num_nodes:].view(num_nodes, num_nodes, each)[:, across.rank].sum(0)
+        table = Table.of(to_experts, self.inside.group)  # rows that go on from here, for which none has to arrive yet
+        sizes = torch.cat([gathered[across.rank, :num_nodes], gathered[:, across.rank], table.sizes])
+        sizes = sizes.tolist()  # the host waits
+        sent, received, inside = sizes[:num_nodes], sizes[num_nodes : 2 * num_nodes], sizes[2 * num_nodes :]
+        exchange, route = Exchange(across, sent, received), table.route(inside)
+        routes = sort_by_expert(on_nodes, num_nodes, rows=sum(exchange.send_counts))  # a node for an expert
         handle = exchange.start(routes.to_experts(torch.cat([x, weights.to(x.dtype)], dim=1)))
         splits = {"input_splits": exchange.send_counts, "output_splits": exchange.recv_counts}
         numbers = across.all_to_all(local.flatten(0, 1)[routes.order], async_op=True, **splits)
 
         def answer() -> Tensor:
             rows, row_weights = exchange.finish(handle).split([x.shape[1], weights.shape[1]], dim=1)
-            done = self.inside(experts, rows, numbers.wait(), row_weights)()
+            done = self.inside(experts, rows, numbers.wait(), row_weights, route=route)()
             home = exchange.back()
             return routes.added(home.finish(home.start(done)))
 

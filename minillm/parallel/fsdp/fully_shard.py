@@ -20,7 +20,8 @@ stay whole until the last microbatch, as in torch's pipelining over FSDP2 (`redu
     weights     gather    gather    gather    gather    gather                    (N-1)/N · P_part each, freed after it
     gradients                       add up in full on this rank                   one reduce-scatter, (N-1)/N · P
 
-The closed form is `predict.training.sharding.pipelined_fully_shard_bytes`.
+The runtime may also keep them (`keep=True`) until the gradients are reduced: one gather in a step, for the memory of
+whole weights. The closed forms are `predict.training.sharding.pipelined_fully_shard_bytes` and `pipelined_gathered`.
 
 Torch's own forms: FullyShardedDataParallel (Zhao et al., VLDB 2023) and `fully_shard`. Autocast would keep 16-bit
 copies of all gathered weights until backward: build the module in 16 bits and use `master=True` instead.
@@ -279,8 +280,8 @@ class FullyShard(ShardedModule):
     # Under a pipeline, whose runtime calls these.
 
     @contextlib.contextmanager
-    def unsharded(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
-        """Inside, the modules of these groups have their whole weights."""
+    def unsharded(self, groups: Sequence[ParamGroup], keep: bool = False) -> Iterator[None]:
+        """Inside, the modules of these groups have their whole weights; with `keep` until `reduce_gradients`."""
         for group in groups:
             group.unshard()
         for group in groups:
@@ -288,7 +289,7 @@ class FullyShard(ShardedModule):
         try:
             yield
         finally:
-            for group in groups:
+            for group in () if keep else groups:
                 group.reshard()
 
     def groups_of(self, part: nn.Module) -> list[ParamGroup]:
@@ -301,8 +302,10 @@ class FullyShard(ShardedModule):
         ]
 
     def reduce_gradients(self) -> None:
-        """Averages what has added up, into the slices' .grad; a parameter without gradient counts as zero."""
+        """Averages what has added up, into the slices' .grad; a parameter without gradient counts as zero. Frees kept
+        weights."""
         for group in self.groups:
+            group.reshard()
             self._reduce(group)
         self._settle()
         self._missing = []

@@ -228,12 +228,20 @@ def fully_shard_traffic(
 
 
 def pipelined_fully_shard_bytes(
-    parts: Sequence[Sequence[int]], world_size: int, microbatches: int, itemsize: int = 4
+    parts: Sequence[Sequence[int]], world_size: int, microbatches: int, itemsize: int = 4, reshard: bool = True
 ) -> int:
     """What a rank sends in a step if its `parts` of a pipeline, each of groups of so many elements, are fully sharded:
-    every group is gathered for the forward and the backward of each microbatch, and reduce-scattered once."""
+    every group is gathered for the forward and the backward of each microbatch (reshard False: once), and
+    reduce-scattered once."""
     elements = sum(padded(group, world_size) for part in parts for group in part)
-    return elements * itemsize * (world_size - 1) // world_size * (2 * microbatches + 1)
+    gathers = 2 * microbatches if reshard else 1
+    return elements * itemsize * (world_size - 1) // world_size * (gathers + 1)
+
+
+def pipelined_gathered(parts: Sequence[Sequence[int]], world_size: int, itemsize: int = 4, reshard: bool = True) -> int:
+    """Bytes of whole weights that a rank of such a pipeline holds at most: of one part, or (reshard False) of all."""
+    held = [itemsize * sum(padded(group, world_size) for group in part) for part in parts]
+    return max(held) if reshard else sum(held)
 
 
 def fully_shard_held(

@@ -23,12 +23,13 @@ from minillm.comm.ranks import of_all_ranks
 from minillm.parallel.sharding.placement import Placement
 from minillm.train.checkpoint.checksum import crc32, pieces_sum
 from minillm.train.checkpoint.generators import restore_generators
-from minillm.train.checkpoint.manifest import Damaged, Manifest, SavedPart, committed, file_of, step_of
+from minillm.train.checkpoint.manifest import FILE, Damaged, Manifest, SavedPart, committed, file_of, step_of
 from minillm.train.checkpoint.runs import Runs, runs_of, shared
 from minillm.train.checkpoint.shares import catalogue_of, holders
 from minillm.train.trainer import Trainer
 
 EARLIER = "checkpoint.pt"  # a run's only checkpoint in earlier versions
+UNUSABLE = (TypeError, KeyError, AttributeError, IndexError, OverflowError)  # what contents of another kind raise
 OPEN_AT_ONCE = 256  # files, of which a process may often have 1,024, and a checkpoint has one for every rank
 Piece = tuple[int, memoryview, int]  # which saved part, where it was read to, bytes of the part that follow it
 Sums = dict[str, dict[int, tuple[int, int]]]  # by tensor and part: bytes checked, what they add to its checksum
@@ -77,6 +78,8 @@ def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restore
                 parts[name] = files.read(name, placement, manifest)
     except (ValueError, OSError) as error:
         problem = error
+    except UNUSABLE as error:
+        problem = _unusable(folder, error)
     gathered = of_all_ranks(group, (problem, catalogue_of(needs)))
     problem = next((theirs for theirs, _ in gathered if theirs), None)
     if problem is None:
@@ -87,10 +90,15 @@ def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restore
         raise problem
     if problem:
         raise ValueError(f"{folder}: {problem}" if str(problem).startswith("it ") else str(problem))
-    trainer.resume_at(manifest.progress)
-    local.load_parts(parts, manifest.optimizer)
-    states = manifest.generators
-    restore_generators(states[rank % len(states)], trainer.device)
+    before = trainer.progress()
+    try:
+        trainer.resume_at(manifest.progress)
+        local.load_parts(parts, manifest.optimizer)
+        states = manifest.generators
+        restore_generators(states[rank % len(states)], trainer.device)
+    except (*UNUSABLE, RuntimeError, ZeroDivisionError) as error:  # on all ranks, which have the same manifest
+        trainer.resume_at(before)
+        raise _unusable(folder, error) from error
     return Restored(folder, manifest.step, files.bytes_read, sum(part.nbytes for part in parts.values()))
 
 
@@ -137,6 +145,8 @@ class Files:
         """The manifest. Raises Damaged if it or a file is not what was written, as far as can be told now."""
         manifest = Manifest.read(self.folder)
         manifest.check_files(self.folder)
+        if (step := manifest.progress["step"]) != manifest.step:
+            raise Damaged(f"{self.folder / FILE} is damaged: its progress is of step {step}, not {manifest.step}.")
         return manifest
 
     def read(self, name: str, placement: Placement, manifest: Manifest) -> Tensor:
@@ -221,6 +231,11 @@ def _wrong(folder: Path, manifest: Manifest, by_rank: Sequence[Sums]) -> ValueEr
             if total != part.crc32:
                 return Damaged(f"{file_of(folder, part.rank)} is damaged: the checksum of {name} differs.")
     return None
+
+
+def _unusable(folder: Path, error: Exception) -> Damaged:
+    """The checksum is right, so a writer has been at fault, or somebody who has edited it."""
+    return Damaged(f"{folder / FILE} is damaged: what it says cannot be used ({type(error).__name__}: {error}).")
 
 
 def _check(trainer: Trainer, manifest: Manifest, folder: Path) -> None:

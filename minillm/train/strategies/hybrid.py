@@ -172,7 +172,8 @@ class Hybrid(SingleDevice):
             part.attention = functools.partial(attention, segments=documents)
         part.goals = self._goals[action.microbatch] if self._goals else None
         part.router_losses = self._router_losses[action.microbatch] if self._router_losses else None
-        with sharded.unsharded(groups) if sharded else contextlib.nullcontext():
+        keep = not self.layout.reshard and torch.is_grad_enabled()  # in training; a step changes them afterwards
+        with sharded.unsharded(groups, keep) if sharded else contextlib.nullcontext():
             try:
                 yield
             finally:

@@ -5,6 +5,7 @@ from itertools import combinations
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from minillm.comm import Group
 from minillm.measure import ledger
@@ -102,6 +103,35 @@ def flat_and_over_nodes(group: Group) -> tuple[dict, dict, dict]:
 
 def _crossing(led) -> int:
     return sum(event.bytes for event in led.select("all_to_all") if event.group.startswith("across"))
+
+
+class HostWaits(TorchFunctionMode):
+    """Counts calls for which the host waits on a GPU: reads, and results whose size the device knows only."""
+
+    READS = (Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__bool__, Tensor.nonzero, Tensor.cpu)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.count += func in self.READS
+        is_repeat = func in (Tensor.repeat_interleave, torch.repeat_interleave)
+        self.count += is_repeat and isinstance(args[1], Tensor) and kwargs.get("output_size") is None
+        return func(*args, **kwargs)
+
+
+def host_waits(group: Group) -> list[int]:
+    """Of a layer, forward and backward, in one level and in two."""
+    xs, chosen, weights, _ = draw("every pair", group.world_size)
+    found = []
+    for dispatch in (ExpertDispatch(group, EXPERTS), NodeDispatch(**levels_of(group, 2), num_experts=EXPERTS)):
+        x, weight = xs[group.rank].requires_grad_(), weights[group.rank].requires_grad_()
+        with HostWaits() as waits:
+            dispatch(lambda rows, counts: rows.tanh(), x, chosen[group.rank], weight)().sum().backward()
+        found.append(waits.count)
+    return found
 
 
 MODEL = ModelConfig(37, 8, 12, 3, 2, max_seq_len=16, moe=MoEConfig(8, 2, 6, shared_experts=1, dense_layers=(1,)))

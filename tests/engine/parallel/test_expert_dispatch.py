@@ -24,6 +24,7 @@ from tests.engine.parallel.expert_programs import (
     dispatched,
     draw,
     flat_and_over_nodes,
+    host_waits,
     model_over_nodes,
     one_process,
     whole_model,
@@ -77,6 +78,11 @@ def test_on_a_backend_that_keeps_the_rules_of_nccl():
 def test_one_level_and_two():
     """Outputs, gradients, calls and bytes; in two levels a token's row leaves its node once for each other node."""
     check_levels(launch(flat_and_over_nodes, 4))
+
+
+def test_the_host_waits_once_for_a_layer():
+    """For the sizes of messages, in one level and in two."""
+    assert launch(on_nccl_like(host_waits), 4) == [[1, 1]] * 4
 
 
 @pytest.mark.full

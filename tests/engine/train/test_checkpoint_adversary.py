@@ -305,3 +305,41 @@ def test_times_that_begin_in_the_middle_are_added_up():
         {"event": "end", "step": 5, "at": 11, "seconds": 0},
     ]
     assert goodput(rows).useful == 2.0
+
+
+# A manifest whose checksum is right and whose contents are not.
+
+
+def changed(folder, **fields):
+    """Writes the manifest of the checkpoint anew with other fields, and a checksum that fits."""
+    manifest = Manifest.read(folder)
+    (folder / manifests.FILE).write_text(replace(manifest, **fields).to_text())
+
+
+@pytest.mark.parametrize("name", ["loader", "loss_spikes", "scaler", "config", "step"])
+@pytest.mark.parametrize("value", [7, "x", [], None, {}, -5, 10**9])
+def test_progress_of_another_kind_is_one_sentence(name, value, two_saves):
+    folder, ours = committed(two_saves)[-1], trainer()
+    changed(folder, progress=Manifest.read(folder).progress | {name: value})
+    with pytest.raises(ValueError, match=r"[a-z]{3}"):
+        restore(ours, two_saves)
+    assert ours.steps_done == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"generators": []},
+        {"generators": [7]},
+        {"generators": [{"torch": "x"}]},
+        {"optimizer": {}},
+        {"optimizer": {"groups": 3, "counted": {}}},
+        {"optimizer": {"groups": [], "counted": []}},
+    ],
+)
+def test_generators_and_numbers_of_another_kind_are_one_sentence(fields, two_saves):
+    folder, ours = committed(two_saves)[-1], trainer()
+    changed(folder, **fields)
+    with pytest.raises(ValueError, match=r"manifest.json is damaged.*to go on from save-0001-step-1"):
+        restore(ours, two_saves)
+    assert ours.steps_done == 0

@@ -1,7 +1,9 @@
 """The loop against independent references: the fp64 oracle, a plain torch loop, the big batch."""
 
+import dataclasses
 import functools
 import math
+import random
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from minillm.data import TokenDataset, Tokens
 from minillm.data.loader import Batch
 from minillm.equivalence import Batch as OracleBatch
 from minillm.equivalence import reference
-from minillm.measure.ledger import Event, Ledger, Span
+from minillm.measure.ledger import Event, Ledger, Span, open_ledgers
 from minillm.model import ModelConfig, Transformer
 from minillm.model.loss import IGNORE
 from minillm.predict.model import training_flops
@@ -321,12 +323,93 @@ def test_waiting_for_others_is_communication():
     assert (time.communication, time.idle, time.total) == (2.5, 1, 11)
 
 
+def plainly(events, spans, total):
+    """`StepTime.of` by its definition: every event beside every span."""
+    kinds = {"forward": "forward", "backward": "backward", "wait": "communication"}
+    seconds = dict.fromkeys(("forward", "backward", "communication"), 0.0)
+    for each in spans:
+        waited = sum(e.waited for e in events if each.start <= e.end <= each.end)
+        part = kinds[each.name]
+        seconds[part] += each.seconds - (0 if part == "communication" else waited)
+        seconds["communication"] += 0 if part == "communication" else waited
+    beside = [e for e in events if not any(each.start <= e.end <= each.end for each in spans)]
+    return StepTime(total, **seconds | {"communication": seconds["communication"] + sum(e.waited for e in beside)})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_many_events_and_spans_are_those_of_the_definition(seed):
+    draw = random.Random(seed)
+    spans, now = [], 0.0
+    for name in draw.choices(["forward", "backward", "wait"], k=12):
+        start = now + draw.random()
+        now = start + draw.random()
+        spans.append(Span(name, "wait" if name == "wait" else "compute", start, now))
+        if draw.random() < 0.3:
+            spans.append(Span("backward", "compute", start + 0.1 * (now - start), now - 0.1 * (now - start)))
+    ends = sorted(draw.uniform(0, now + 1) for _ in range(50))
+    events = [Event("all_reduce", "world", 0, 0, (), "", end, end, draw.choice([0.0, draw.random()])) for end in ends]
+    draw.shuffle(events)
+    found, expected = StepTime.of(Ledger(events, spans), 30.0), plainly(events, spans, 30.0)
+    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(expected))
+
+
+def test_a_step_that_is_not_timed_keeps_no_ledger():
+    run, open_then = trainer(), []
+    quiet = Trainer(config(), text(), workers=0, time_parts=False)
+    for each in (run, quiet):
+        update = each.update
+        each.update = lambda *given, update=update: (open_then.append(len(open_ledgers())), update(*given))
+    timed, untimed = run.step(), quiet.step()
+    assert open_then == [1, 0] and timed.loss == untimed.loss
+    assert timed.time.forward > 0 and untimed.time.idle == untimed.time.total > 0
+    assert "forward_s" in timed.to_json() and "forward_s" not in untimed.to_json() and untimed.to_json()["seconds"] > 0
+
+
+class Late:
+    """A moment of a device, which to read makes the host wait until the device gets there."""
+
+    def __init__(self, at, reads):
+        self.at, self.reads = at, reads
+
+    def seconds(self):
+        self.reads.append(self.at)
+        return self.at
+
+
+def test_on_a_gpu_a_step_s_times_are_read_in_the_next_step():
+    """Its host has waited for the device then, for the loss, so a step waits once."""
+    run, reads = trainer(), []
+    run.device = torch.device("cuda")
+    ledgers = [Ledger(spans=[Span("forward", "compute", Late(at, reads), Late(at + 2, reads))]) for at in (5, 10)]
+    first = run._time_of(ledgers[0], 3.0)
+    assert reads == [] and (first.total, first.idle) == (3.0, 3.0)
+    second = run._time_of(ledgers[1], 4.0)
+    assert reads == [5, 7] and (second.total, second.forward) == (3.0, 2.0)
+
+
 def test_mfu_counts_useful_flops_only():
     run = Trainer(config(activation_checkpointing="full"), text(), peak_flops=1e9, workers=0)
     step = run.step()
     flops = training_flops(MODEL, 17 / 2).total * 64
     assert step.mfu == pytest.approx(flops / step.time.total / 1e9)
     assert trainer().step().mfu is None
+
+
+def test_each_block_has_a_compiled_backward_of_its_own(monkeypatch):
+    """So that its gradients are there, and are reduced, before the backward of the block before begins. One graph for
+    all blocks would return every gradient at its end."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    run, losses, names, seen = trainer(compile=True), [], [], set()
+    run.scaler.scale = lambda loss: losses.append(loss) or loss
+    run.step()
+    following = [losses[0].grad_fn]
+    while following:
+        node = following.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.append(node.name())
+            following += [each for each, _ in node.next_functions]
+    assert names.count("CompiledFunctionBackward") == len(run.model.blocks) > 1
 
 
 def test_compiled_is_the_same_run(monkeypatch):

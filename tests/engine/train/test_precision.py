@@ -6,10 +6,12 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course.lab02_one_device.experiments import flushed_share, repeated_update
 from minillm.measure import memory
 from minillm.train import PRECISIONS, LossScaler, MasterWeights
+from minillm.train.precision import all_finite
 
 torch_scaler = torch.amp.GradScaler
 
@@ -32,7 +34,8 @@ def test_scaler_is_torchs_step_by_step(seed):
             scale(layer(x).square().mean()).backward()
             if overflow:
                 layer.weight.grad[0, 0] = draw.choice([float("inf"), float("nan"), -float("inf")])
-        finite = ours.unscale_(layers[0].parameters())
+        ours.unscale_(layers[0].parameters())
+        finite = all_finite(layers[0].parameters())
         theirs.unscale_(optimizers[1])
         if not overflow:
             assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)
@@ -46,6 +49,34 @@ def test_scaler_is_torchs_step_by_step(seed):
         assert torch.equal(layers[0].weight, layers[1].weight)
         skipped += overflow
     assert 0 < skipped < 40
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_unscaling_many_gradients_is_one_operation():
+    """Whether they are finite is not asked for each: the trainer learns it from their norm."""
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(30)]
+    for p in parameters:
+        p.grad = torch.full((3,), 8.0)
+    with Operations() as operations:
+        LossScaler(scale=4.0).unscale_(parameters)
+    assert operations.names == ["aten::_foreach_mul_.Scalar"]
+    assert all(p.grad.tolist() == [2.0] * 3 for p in parameters)
+    with Operations() as operations:
+        assert all_finite(parameters)
+    assert len(operations.names) < 10
+    parameters[7].grad[1] = math.nan
+    assert not all_finite(parameters)
+    parameters[7].grad[1] = math.inf
+    assert not all_finite(parameters)
 
 
 def test_scaler_resumes_and_refuses():
@@ -62,7 +93,7 @@ def test_scaler_resumes_and_refuses():
         LossScaler(backoff=2.0)
     off = LossScaler(enabled=False)
     off.update(False)
-    assert off.value == 1.0 and off.unscale_(layer.parameters()) and off.scale(layer.weight) is layer.weight
+    assert off.value == 1.0 and off.unscale_(layer.parameters()) is None and off.scale(layer.weight) is layer.weight
 
 
 def test_master_weights_follow_a_float32_run():
