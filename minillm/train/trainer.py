@@ -290,11 +290,15 @@ class Trainer:
         check_tokens(batch.inputs, self.config.model)
         documents = None
         if self.config.documents:
-            documents = self.loader.dataset.documents(batch.indices).to(self.device)
+            documents = self._copied(self.loader.dataset.documents(batch.indices))
         goals = None
         if self.teacher and self.config.distil_share:
             goals = partial(self.teacher.goals, batch, documents)
-        return Microbatch(batch.inputs.to(self.device), batch.targets.to(self.device), None, documents, goals)
+        return Microbatch(self._copied(batch.inputs), self._copied(batch.targets), None, documents, goals)
+
+    def _copied(self, x: Tensor) -> Tensor:
+        """x on the device. From pinned memory the host does not wait for the copy."""
+        return (x.pin_memory() if self.device.type == "cuda" else x).to(self.device, non_blocking=True)
 
     @contextmanager
     def _computing(self, name: str) -> Iterator[None]:

@@ -33,7 +33,7 @@ def training_waits(group: Group, layouts: dict[str, ParallelConfig]) -> dict[str
         tokens = Tokens((np.arange(4000) ** 2 % 64).astype(np.uint16), 64, 0, 1, 4000)
         with (
             make_strategy(group, layout) as parallel,
-            Trainer(config, tokens, device=group.device, parallel=parallel, workers=0) as trainer,
+            Trainer(config, tokens, device=group.device, parallel=parallel, workers=0, time_parts=False) as trainer,
         ):
             for _ in range(WARM_UP):
                 trainer.step()
