@@ -78,10 +78,8 @@ class NativeBackend:
         with operation:
             self._begin(operation)
             part = (x.shape[0] // self.world_size, *x.shape[1:])
-            if out is None:
-                out = x.new_empty(part)
-            else:
-                out = checked_output(out, x, x.numel() // self.world_size).detach().view(part)
+            numel = x.numel() // self.world_size
+            out = x.new_empty(part) if out is None else checked_output(out, x, numel).detach().view(part)
             check_op(op, x)
             operation.record_ring_bytes((self.world_size - 1) * out.nbytes)
             dense = x.detach().contiguous()
