@@ -65,18 +65,11 @@ book: $(VENV)/.book
 wheel: $(VENV)/.ready
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 
-# Correctness first; with a GPU also the benchmark tables and this machine's card, kept under OUT.
+# What needs GPUs, on as many as there are, in about a quarter of an hour: minillm/bench/cuda.py says which parts. With
+# results under figures/ the page is made anew; `make cuda OUT=/elsewhere` leaves both alone.
 cuda: $(VENV)/.ready
-	$(PYTEST) -n 0 -m cuda tests
-	@$(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \
-		{ echo "torch finds no GPU here: the checks above were skipped, nothing was measured"; exit 0; } && \
-		mkdir -p $(OUT) && \
-		$(BIN)/python -m minillm machine --refresh --json $(OUT)/cuda_machine.json && \
-		$(BIN)/python -m minillm bench comm --json $(OUT)/cuda_bench_comm.json && \
-		$(BIN)/python -m minillm bench step --json $(OUT)/cuda_bench_step.json && \
-		$(BIN)/python -m minillm bench attention --json $(OUT)/cuda_bench_attention.json && \
-		$(BIN)/python -m minillm bench serve --json $(OUT)/cuda_bench_serve.json && \
-		$(BIN)/python -m minillm bench speculate --json $(OUT)/cuda_bench_speculate.json
+	@$(BIN)/python -m minillm.bench.cuda --out $(OUT); status=$$?; \
+		$(if $(filter figures,$(OUT)),$(BIN)/python -m minillm.bench.gpu_page;) exit $$status
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis test-artifacts

@@ -22,6 +22,10 @@ BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compar
     "attention": ("minillm.bench.attention", "backends of paged attention against a padded gather and torch's SDPA"),
     "moe": ("minillm.bench.moe", "a mixture of experts against transformers' Mixtral block and a dense loop"),
     "checkpoint": ("minillm.bench.checkpoint", "sharded checkpoints against torch.distributed.checkpoint"),
+    "layouts": (
+        "minillm.bench.layouts",
+        "a training step in each layout against the peak: MFU, memory, what is hidden",
+    ),
     "step": ("minillm.bench.step", "the training step against transformers in a plain loop and under accelerate"),
     "serve": ("minillm.bench.serve", "continuous batching and prefix cache against transformers' generate and manager"),
     "quantize": ("minillm.bench.quantize", "decoding with weights in 8 and 4 bits against float32 and torchao"),
@@ -36,6 +40,15 @@ def command(
     repeats: Annotated[int | None, typer.Option(help="Pairs of runs per row, 5 or more.")] = None,
     world_sizes: Annotated[str | None, typer.Option(help="Numbers of ranks, such as 2,4.")] = None,
     sizes: Annotated[str | None, typer.Option(help="Bytes of the tensors, such as 64k,1M.")] = None,
+    host: Annotated[
+        bool, typer.Option("--host", help="Of comm: what the host alone costs, beside torch's own call.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Of serve: decode this model, or a random one such as llama-8b or qwen3-8b."
+        ),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a page.")] = False,
     json_file: JsonFile = None,
 ) -> int:
@@ -45,6 +58,8 @@ def command(
         repeats=repeats,
         world_sizes=_whole_numbers("--world-sizes", world_sizes),
         sizes=_whole_numbers("--sizes", sizes),
+        host=host or None,
+        model=model,
     )
     print(report.markdown() if markdown else report)
     write_json(json_file, report.to_json())

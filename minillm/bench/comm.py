@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from minillm.bench import comm_host
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.comm import (
     Group,
@@ -22,15 +23,13 @@ from minillm.comm import (
     ring_reduce_scatter,
     tree_broadcast,
 )
+from minillm.comm.backends.native import all_gather_single, reduce_scatter_single
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB, 32 * MIB)
 WORLD_SIZES = (2, 4)
 BYTES_PER_SAMPLE = 32 * MIB  # one call alone would time how the ranks come out of the barrier, too
 MAX_CALLS = 20
-# torch 2.13 renamed them, and the old names warn.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Call = Callable[[], torch.Tensor]
 
@@ -45,12 +44,18 @@ class Contest:
 
 
 def run(
-    world_sizes: Sequence[int] = WORLD_SIZES, sizes: Sequence[int] = SIZES, repeats: int = 9, timeout: float = 120.0
+    world_sizes: Sequence[int] = WORLD_SIZES,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = 9,
+    timeout: float = 120.0,
+    host: bool = False,
 ) -> list[BenchRow]:
-    """All contests for all world sizes and sizes (bytes, float32)."""
+    """All contests for all world sizes and sizes (bytes, float32). host: what the host alone costs (`comm_host.py`)."""
     check_repeats(repeats)
     if not all(n > 1 for n in world_sizes):
         raise ValueError(f"world sizes {list(world_sizes)} must be 2 or more: a rank alone has nobody to talk to")
+    if host:
+        return [row for world_size in world_sizes for row in comm_host.rows(world_size, repeats)]
     for size in sizes:
         if size <= 0 or any(size % (4 * n) for n in world_sizes):
             raise ValueError(f"size {size} must be a positive multiple of 4 bytes times the ranks {list(world_sizes)}")
@@ -111,7 +116,7 @@ def _all_gather(x: torch.Tensor, group: Group) -> tuple[Call, Call]:
     mine, other = torch.empty_like(x), torch.empty_like(x)
 
     def theirs() -> torch.Tensor:
-        _ALL_GATHER(other, part, group=group.process_group)
+        all_gather_single(other, part, group=group.process_group)
         return other
 
     return lambda: ring_all_gather(part, group, out=mine), theirs
@@ -121,7 +126,7 @@ def _reduce_scatter(x: torch.Tensor, group: Group) -> tuple[Call, Call]:
     mine, other = (x.new_empty(x.numel() // group.world_size) for _ in range(2))
 
     def theirs() -> torch.Tensor:
-        _REDUCE_SCATTER(other, x, group=group.process_group)
+        reduce_scatter_single(other, x, group=group.process_group)
         return other
 
     return lambda: ring_reduce_scatter(x, group, out=mine), theirs
@@ -149,8 +154,8 @@ def _all_to_all(x: torch.Tensor, group: Group) -> tuple[Call, Call]:
 
 CONTESTS = (
     Contest("ring all-reduce", "all_reduce", _all_reduce),
-    Contest("ring all-gather", _ALL_GATHER.__name__, _all_gather),
-    Contest("ring reduce-scatter", _REDUCE_SCATTER.__name__, _reduce_scatter),
+    Contest("ring all-gather", all_gather_single.__name__, _all_gather),
+    Contest("ring reduce-scatter", reduce_scatter_single.__name__, _reduce_scatter),
     Contest("tree broadcast", "broadcast", _broadcast),
     Contest("pairwise all-to-all", "all_to_all_single", _all_to_all),
 )

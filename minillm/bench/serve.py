@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from minillm.bench import scheduler
+from minillm.bench import decode, scheduler
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, side_by_side
 from minillm.bench.load import Arrival, skewed, uniform
 from minillm.bench.serve_installed import installed, missing
@@ -27,6 +27,7 @@ from minillm.data import Tokenizer, corpus, tokenize
 from minillm.measure import machine
 from minillm.model import Transformer, load_hf
 from minillm.model.generate import folder_of
+from minillm.predict.model import kv_bytes_per_token
 
 CONTEXT, PREFIX = 1024, 512
 STREAMS = (1, 2, 4, 8, 16, 32, 64)
@@ -40,20 +41,27 @@ METRICS: dict[str, tuple[str, float, Callable[[Served], float]]] = {  # what -> 
 }
 
 
-def run(requests: int = 80, queued: int = 1000, repeats: int = 5, device: str | None = None) -> list[BenchRow]:
-    """All rows for the committed target model in float32. requests: of a trace, 2 in 5 of them with a prefix."""
+def run(
+    requests: int = 80, queued: int = 1000, repeats: int = 5, device: str | None = None, model: str | None = None
+) -> list[BenchRow]:
+    """All rows for the committed target model in float32. requests: of a trace, 2 in 5 of them with a prefix.
+
+    model: another one, whose decoding is compared with the roofline and with peers instead (`decode.py`).
+    """
     check_repeats(repeats)
+    if model is not None:
+        return decode.rows(model, repeats, device=device)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_hf(folder_of("target"), device=device, dtype=torch.float32)
-    model.config = replace(model.config, max_seq_len=CONTEXT)
-    peer, limits, text = twin(model), Limits(), tokenize(corpus(), Tokenizer.load()).array
+    target = load_hf(folder_of("target"), device=device, dtype=torch.float32)
+    target.config = replace(target.config, max_seq_len=CONTEXT)
+    peer, limits, text = twin(target), Limits(), tokenize(corpus(), Tokenizer.load()).array
 
     def trace(kind: Callable[..., list[Arrival]], count: int, longest: int, prefix: int = 0) -> list[Arrival]:
         options = {"prompt_tokens": (prefix + 16, prefix + 48), "shared_prefix": prefix, "text": text}
         return kind(count, max_tokens=longest, **options)
 
-    ours, alone, continuous = Ours(model, limits), Static(peer, 1), Continuous(peer, limits)
-    others, rows = [Static(peer, 16), Static(peer, 32), continuous, *installed(model, limits)], []
+    ours, alone, continuous = Ours(target, limits), Static(peer, 1), Continuous(peer, limits)
+    others, rows = [Static(peer, 16), Static(peer, 32), continuous, *installed(target, limits)], []
     for prefix, count, shorter in ((0, requests, 1), (PREFIX, requests * 2 // 5, 2)):
         for name, kind, longest in (("uniform", uniform, 32), ("skewed", skewed, 192)):
             label = name if not prefix else f"{name}, {prefix} tokens shared"
@@ -64,7 +72,7 @@ def run(requests: int = 80, queued: int = 1000, repeats: int = 5, device: str | 
                 rows += compare(label, ours, other, each, repeats)
             few = each[: len(each) // 8]
             rows += compare(f"{label}, {len(few)} requests", ours, alone, few, repeats)
-    rows.append(prefix_row(model, limits, trace(uniform, 9, 1, PREFIX), repeats))
+    rows.append(prefix_row(target, limits, trace(uniform, 9, 1, PREFIX), repeats))
     ours.threads = best_threads(ours, trace(uniform, 1, 64))
     rows.append(roofline_row(ours, trace(uniform, 1, 128), repeats))
     rows += frontier_rows(ours, continuous, lambda streams: trace(uniform, streams, 64), repeats)
@@ -139,11 +147,10 @@ def prefix_row(model: Transformer, limits: Limits, arrivals: Sequence[Arrival], 
 def roofline_row(ours: Ours, arrivals: Sequence[Arrival], repeats: int) -> BenchRow:
     """One request alone. The bound: weights, and keys and values so far, read once for each token."""
     [arrival] = arrivals
-    config, itemsize = ours.model.config, ours.model.embedding.weight.element_size()
-    keys = len(arrival.prompt) + arrival.params.max_tokens / 2
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize * keys
-    weight_bytes = itemsize * sum(parameter.numel() for parameter in ours.model.parameters())
-    rate = machine().memory_bandwidth_bytes_per_s
+    weight, keys = ours.model.embedding.weight, len(arrival.prompt) + arrival.params.max_tokens / 2
+    kv_bytes = kv_bytes_per_token(ours.model.config, weight.element_size()) * keys
+    weight_bytes = sum(parameter.nbytes for parameter in ours.model.parameters())
+    rate = machine().gpu.memory_bandwidth_bytes_per_s if weight.is_cuda else machine().memory_bandwidth_bytes_per_s
     bound = rate / (weight_bytes + kv_bytes)
     served = [timed(ours, arrivals) for _ in range(1 + repeats)][1:]
     found = Comparison(True, tuple((1 / each.tpot.p50, bound) for each in served))

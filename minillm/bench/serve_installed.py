@@ -4,6 +4,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -14,28 +15,29 @@ from minillm.serve.requests.summary import spread
 
 
 class VLLM:
-    """vLLM offline, with the blocks, seats and budget of ours. Token times are those that it reports itself."""
+    """vLLM offline, with the blocks, seats and budget of ours. Token times are those that it reports itself.
+
+    folder: weights and config.json. limits: num_blocks None leaves their number to vLLM. options: of vLLM's own.
+    """
 
     title, threads = "vLLM", 1
 
-    def __init__(self, model: Transformer, limits: Limits):
+    def __init__(self, folder: str, limits: Limits, max_seq_len: int, **options: Any):
         from vllm import LLM
 
-        with tempfile.TemporaryDirectory(prefix="minillm-") as folder:
-            save_hf(model, folder)
-            self.engine = LLM(
-                model=folder,
-                skip_tokenizer_init=True,
-                dtype=str(model.embedding.weight.dtype).removeprefix("torch."),
-                max_model_len=model.config.max_seq_len,
-                block_size=limits.block_size,
-                num_gpu_blocks_override=limits.num_blocks,
-                max_num_batched_tokens=max(limits.token_budget, limits.max_num_seqs),
-                max_num_seqs=limits.max_num_seqs,
-                enable_prefix_caching=True,
-                enable_chunked_prefill=True,
-                disable_log_stats=False,
-            )
+        self.engine = LLM(
+            model=folder,
+            skip_tokenizer_init=True,
+            max_model_len=max_seq_len,
+            block_size=limits.block_size,
+            num_gpu_blocks_override=limits.num_blocks,
+            max_num_batched_tokens=max(limits.token_budget, limits.max_num_seqs),
+            max_num_seqs=limits.max_num_seqs,
+            enable_prefix_caching=True,
+            enable_chunked_prefill=True,
+            disable_log_stats=False,
+            **options,
+        )
 
     def serve(self, arrivals: Sequence[Arrival]) -> Served:
         from vllm import SamplingParams
@@ -58,9 +60,54 @@ class VLLM:
         return Served(answers, seconds, spread([each.first_token_latency for each in times]), spread(gaps))
 
 
+class NanoVLLM:
+    """nano-vllm (https://github.com/GeeeekExplorer/nano-vllm), which reads Qwen3 checkpoints.
+
+    It refuses greedy sampling, so it draws at a temperature that leaves nothing to chance, and reports no times of
+    single tokens: of its answers only the useful tokens per second are compared.
+    """
+
+    title, threads = "nano-vllm", 1
+    temperature = 1e-4
+
+    def __init__(self, folder: str, sequences: int, max_seq_len: int):
+        from nanovllm import LLM
+
+        self.engine = LLM(
+            folder, enforce_eager=False, tensor_parallel_size=1, max_model_len=max_seq_len, max_num_seqs=sequences
+        )
+
+    def serve(self, arrivals: Sequence[Arrival]) -> Served:
+        from nanovllm import SamplingParams
+
+        wanted = [
+            SamplingParams(temperature=self.temperature, max_tokens=each.params.max_tokens, ignore_eos=True)
+            for each in arrivals
+        ]
+        start = time.perf_counter()
+        outputs = self.engine.generate([list(each.prompt) for each in arrivals], wanted, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return Served([list(output["token_ids"]) for output in outputs], seconds, spread([seconds]), spread([]))
+
+
+def unavailable() -> dict[str, str]:
+    """Why each engine cannot be compared here; "" if it can."""
+    no_gpu = "" if torch.cuda.is_available() else "there is no CUDA GPU"
+    modules = {"transformers": "transformers", "vLLM": "vllm", "nano-vllm": "nanovllm"}
+    found = {}
+    for name, module in modules.items():
+        needs_gpu = "" if name == "transformers" else no_gpu
+        found[name] = needs_gpu if find_spec(module) is not None else "it is not installed"
+    return found
+
+
 def installed(model: Transformer, limits: Limits) -> list[VLLM]:
-    """The peers that can run here."""
-    return [VLLM(model, limits)] if find_spec("vllm") is not None and torch.cuda.is_available() else []
+    """The peers of `bench serve` that can run here."""
+    if unavailable()["vLLM"]:
+        return []
+    with tempfile.TemporaryDirectory(prefix="minillm-") as folder:
+        save_hf(model, folder)
+        return [VLLM(folder, limits, model.config.max_seq_len, dtype="float32")]
 
 
 def missing() -> list[str]:
@@ -77,8 +124,8 @@ def missing() -> list[str]:
             "llama-cpp-python is installed, but the converter of Hugging Face folders to GGUF is a script of "
             "llama.cpp's repository that no package brings: not compared."
         )
-    said.append(
-        "nano-vllm is not compared: it reads Qwen3 checkpoints, which `save_hf` writes of a model with qk_norm, and "
-        "this benchmark serves the committed Llama."
-    )
+    if find_spec("nanovllm") is None:
+        said.append("nano-vllm is not installed: not compared.")
+    else:
+        said.append("nano-vllm reads Qwen3 checkpoints only: with another model it is not compared.")
     return said

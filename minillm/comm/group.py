@@ -105,9 +105,10 @@ class Group(Ranks):
         input_splits[j]: rows that go to rank j; output_splits[i]: rows that come from rank i; None: equal parts.
         """
         check_splits(x, self.world_size, output_splits, input_splits)
-        splits = tuple(rows if rows is None else list(rows) for rows in (output_splits, input_splits))
-        operation = self._operation("all_to_all", x, same_shape=splits == (None, None))
-        return self._backend.all_to_all(operation, x, splits, async_op)
+        rows_from = None if output_splits is None else list(output_splits)
+        rows_to = None if input_splits is None else list(input_splits)
+        operation = self._operation("all_to_all", x, same_shape=rows_from is None and rows_to is None)
+        return self._backend.all_to_all(operation, x, (rows_from, rows_to), async_op)
 
     def barrier(self) -> None:
         """Return when every rank of the group has called it."""
@@ -152,8 +153,7 @@ class Group(Ranks):
             return self._current.operation
         if self._backend is None:
             self._check_member(op)
-        key = op, how, x.shape if same_shape else None, x.dtype
-        text = self._check.texts.get(key) or self._check.describe(*key)
+        text = self._check.describe(op, how, x.shape if same_shape else None, x.dtype)
         event = new_event(op, self.name, x, self.world.egress is not None)
         launches = self._backend.launches and not blocks
         self._num_operations += 1

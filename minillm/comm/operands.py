@@ -68,10 +68,10 @@ def check_splits(
     x: torch.Tensor, world_size: int, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
 ) -> None:
     """ValueError unless an all-to-all of x can have these splits."""
+    if output_splits is None or input_splits is None:
+        part_shape(x, world_size, "all_to_all")
     for what, sizes in (("output_splits", output_splits), ("input_splits", input_splits)):
-        if sizes is None:
-            part_shape(x, world_size, "all_to_all")
-        elif len(sizes) != world_size or min(sizes) < 0:
+        if sizes is not None and (len(sizes) != world_size or min(sizes) < 0):
             raise ValueError(f"{what} {list(sizes)} must be the rows, 0 or more, of each of {world_size} ranks")
     if input_splits is not None and sum(input_splits) != len(x):
         raise ValueError(f"input_splits {list(input_splits)} make {sum(input_splits)} rows, but x has {len(x)}")

@@ -5,7 +5,7 @@
         ...                         messages and collectives of the same group are part of it
 
 The operation ends with the block. One that a backend only *launches* goes on: the flight recorder shows it as launched
-until `complete` is called.
+until `complete` is called. Nothing in the block is recorded for backward; a backend that launches sees to that itself.
 """
 
 import threading
@@ -76,7 +76,7 @@ class Operation:
         if self.depth > 1:
             return self
         self._outer, self.current.operation = self.current.operation, self
-        self._grad = torch.is_grad_enabled()
+        self._grad = not self.launches and torch.is_grad_enabled()
         if self._grad:
             torch.set_grad_enabled(False)
         if self.event is not None:

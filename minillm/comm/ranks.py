@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from minillm.comm.backends.gloo import gloo_errors
 from minillm.comm.diagnostics.flight_recorder import describe
-from minillm.comm.operands import dtype_name
 from minillm.comm.operation import Message, Operation
 from minillm.measure.ledger import new_event
 
@@ -62,9 +61,9 @@ class Ranks:
         """Compared with the other side's: size and dtype of each message."""
         self._check.compare_messages(sends, recvs)
         op = "exchange" if sends and recvs else "send" if sends else "recv"
-        x, _ = (sends or recvs or [(torch.empty(0), 0)])[0]
-        waits_for = sorted({self.ranks[peer] for _, peer in recvs or sends})
-        text = describe(op, list(x.shape), dtype_name(x), self.ranks, self.name, waits_for)
+        x, _ = (sends or recvs or [(_NOTHING, 0)])[0]
+        waits_for = tuple(sorted({self.ranks[peer] for _, peer in recvs or sends}))
+        text = self._check.describe(op, "", x.shape, x.dtype, waits_for)
         event = new_event(op, self.name, x, self.world.egress is not None)
         self._num_exchanges += 1
         ordinal, launches = self.ordinal + 1, self._backend.launches
@@ -143,3 +142,6 @@ def of_all_ranks(group: Ranks | None, value: Any) -> list[Any]:
 def _as_list(messages: Message | Sequence[Message]) -> list[Message]:
     is_one = len(messages) == 2 and isinstance(messages[0], torch.Tensor)
     return [messages] if is_one else list(messages)
+
+
+_NOTHING = torch.empty(0)

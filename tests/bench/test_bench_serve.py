@@ -10,7 +10,7 @@ import torch
 from minillm.bench import serve, serve_installed
 from minillm.bench.load import skewed, uniform
 from minillm.bench.serve_peers import Continuous, Limits, Ours, Static, timed, twin
-from minillm.model import ModelConfig, Transformer, load_hf
+from minillm.model import ModelConfig, Transformer, load_hf, save_hf
 from minillm.model.generate import generate
 
 LIMITS = Limits(num_blocks=64, block_size=4, token_budget=64, max_num_seqs=8)
@@ -78,7 +78,7 @@ def test_what_is_not_installed_is_said(monkeypatch):
     assert [note.split()[0] for note in serve.notes()] == ["llama-cpp-python", "nano-vllm"]
 
 
-def test_vllm_is_asked_for_the_same_work(model, monkeypatch):
+def test_vllm_is_asked_for_the_same_work(model, monkeypatch, tmp_path):
     """A stand-in with the interface of vLLM 0.19 whose tokens are ours."""
 
     class Engine:
@@ -101,7 +101,8 @@ def test_vllm_is_asked_for_the_same_work(model, monkeypatch):
     module = ModuleType("vllm")
     module.LLM, module.SamplingParams = Engine, SimpleNamespace
     monkeypatch.setitem(sys.modules, "vllm", module)
-    theirs = serve_installed.VLLM(model, LIMITS).serve(ARRIVALS)
+    save_hf(model, tmp_path)
+    theirs = serve_installed.VLLM(str(tmp_path), LIMITS, model.config.max_seq_len).serve(ARRIVALS)
     assert serve.same_answers(model, ARRIVALS, Ours(model, LIMITS).serve(ARRIVALS), theirs)
     assert theirs.ttft.p99 == 0.25 and theirs.tpot.p50 == 0.5 / (len(theirs.answers[0]) - 1)
 

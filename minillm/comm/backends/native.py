@@ -12,7 +12,6 @@ or launches the next one. Nothing here synchronises with the device, so a CUDA g
 A backend moves its bytes out of sight, so the ledger gets what the ring algorithm would send, marked as not counted.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,15 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minillm.comm.operands import all_to_all_output, check_op, checked_output, gather_output, part_shape
+from minillm.comm.operands import all_to_all_output, check_op, checked_output, gather_output
 from minillm.comm.operation import Message, Operation, Splits, Work
 from minillm.measure.clock import moment
 from minillm.measure.ledger import DeviceTimes, Event
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed them, and the old names warn.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class NativeBackend:
@@ -70,7 +69,7 @@ class NativeBackend:
             out = checked_output(gather_output(x, self.world_size, out), x, self.world_size * x.numel())
             operation.record_ring_bytes((self.world_size - 1) * x.nbytes)
             dense = x.detach().contiguous()
-            handle = _ALL_GATHER(out.flatten(), dense.flatten(), self.process_group, async_op=True)
+            handle = all_gather_single(out.detach().flatten(), dense.flatten(), self.process_group, async_op=True)
         return self._launch(operation, [handle], (dense, out), out, async_op)
 
     def reduce_scatter(
@@ -78,12 +77,13 @@ class NativeBackend:
     ) -> Any:
         with operation:
             self._begin(operation)
-            part = part_shape(x, self.world_size, "reduce_scatter")
-            out = x.new_empty(part) if out is None else checked_output(out, x, math.prod(part)).view(part)
+            part = (x.shape[0] // self.world_size, *x.shape[1:])
+            numel = x.numel() // self.world_size
+            out = x.new_empty(part) if out is None else checked_output(out, x, numel).detach().view(part)
             check_op(op, x)
             operation.record_ring_bytes((self.world_size - 1) * out.nbytes)
             dense = x.detach().contiguous()
-            handle = _REDUCE_SCATTER(out, dense, _OPS[op], self.process_group, async_op=True)
+            handle = reduce_scatter_single(out, dense, _OPS[op], self.process_group, async_op=True)
         return self._launch(operation, [handle], (dense, out), out, async_op)
 
     def all_to_all(self, operation: Operation, x: torch.Tensor, splits: Splits, async_op: bool) -> Any:
@@ -92,7 +92,7 @@ class NativeBackend:
             self._begin(operation)
             out, dense = all_to_all_output(x, rows_from), x.detach().contiguous()
             stays = len(x) // self.world_size if rows_to is None else rows_to[self.rank]
-            operation.record_ring_bytes((len(x) - stays) * x[:1].nbytes)
+            operation.record_ring_bytes((len(x) - stays) * x.nbytes // max(1, len(x)))
             handle = dist.all_to_all_single(out, dense, rows_from, rows_to, self.process_group, async_op=True)
         return self._launch(operation, [handle], (dense, out), out, async_op)
 
@@ -113,7 +113,7 @@ class NativeBackend:
         for that is part of waiting for this one.
         """
         on_side_stream = async_op and self._on_gpu
-        with operation, self._side_stream() if on_side_stream else nullcontext():
+        with operation, torch.no_grad(), self._side_stream() if on_side_stream else nullcontext():
             self._begin(operation)
             result = body()
             if isinstance(result, NativeWork):
@@ -161,11 +161,11 @@ class NativeBackend:
         copy_back: bool = False,
         on_side_stream: bool = False,
     ) -> Any:
-        launch = Launch(operation, handles, tensors, self.current_stream())
+        launch = Launch(operation, handles, tensors, self.current_stream() if async_op else None)
         if not operation.depth:  # else it is part of an operation that is still running
             self._track(launch)
         work = NativeWork(self, launch, result, copy_back, on_side_stream)
-        return work if async_op else work.wait()
+        return work if async_op else work.finish(on_launching_stream=True)
 
     def _track(self, launch: "Launch") -> None:
         """Keep the operation announced until it is seen to be done, and its tensors in memory until `let_go`."""
@@ -194,8 +194,11 @@ class NativeBackend:
 
     def retire_finished(self) -> None:
         """Withdraw the announcements of operations that the device has finished."""
-        while self._launched and not self._capturing() and self._launched[0].is_done():
-            self._launched.popleft().operation.complete()
+        if self._capturing():
+            return
+        launched = self._launched
+        while launched and launched[0].is_done():
+            launched.popleft().operation.complete()
 
     def current_stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self.device) if self._on_gpu else None
@@ -213,8 +216,8 @@ class NativeBackend:
 class Launch:
     """Calls of torch under way. handles: torch's, one for each; tensors: the memory that they use.
 
-    stream: the one that they were launched from; is_ordered: it waits for them. event: the ledger entry, if they are an
-    operation of their own.
+    stream: the one that they were launched from, None if it waits for them at once; is_ordered: it waits for them.
+    event: the ledger entry, if they are an operation of their own.
     """
 
     def __init__(
@@ -271,11 +274,17 @@ class NativeWork(Work):
         """Makes the current stream wait for the operation; the host goes on. Once the stream that launched it has
         waited, its memory is let go of: a wait on another stream does not make one on that stream needless."""
         launch = self.launch
-        if self._waited:
-            if not launch.is_ordered and self._backend.current_stream() == launch.stream:
-                launch.order()
-                self._backend.let_go(launch)
-            return self._result
+        is_launching_stream = not launch.is_ordered and self._backend.current_stream() == launch.stream
+        if not self._waited:
+            return self.finish(is_launching_stream)
+        if is_launching_stream:
+            launch.order()
+            self._backend.let_go(launch)
+        return self._result
+
+    def finish(self, on_launching_stream: bool) -> Any:
+        """The first wait. on_launching_stream: the current stream is the one that launched it."""
+        launch = self.launch
         if launch.event is None:
             launch.order()
         else:
@@ -287,7 +296,7 @@ class NativeWork(Work):
             self._result.detach().copy_(launch.tensors)
         if self._on_side_stream and isinstance(self._result, torch.Tensor):
             self._result.record_stream(torch.cuda.current_stream())
-        if self._backend.current_stream() == launch.stream:
+        if on_launching_stream:
             self._backend.let_go(launch)
         self._backend.retire_finished()
         return self._result

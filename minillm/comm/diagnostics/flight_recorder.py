@@ -32,6 +32,8 @@ _RECORD = struct.Struct("<iqdii")  # group ordinal, sequence number, since, stat
 _NOTE = struct.Struct("<iqi")  # group ordinal, message number, length of the text
 _TIME = struct.Struct("<d")
 _NUMBER, _NUMBER_AT = struct.Struct("<q"), 4  # the number alone, in either of them
+_KEY = struct.Struct("<iq")  # what both begin with
+_NO_NUMBER = _NUMBER.pack(-1)
 
 
 @dataclass(frozen=True)
@@ -97,29 +99,34 @@ class FlightRecorder:
 
     def clear(self, rank: int, ordinal: int, sequence: int | None = None) -> None:
         """Say that `rank`'s latest operation in this group is over, if it is number `sequence`; None: any."""
-        at = self._record(rank, ordinal)
-        found, latest, since, _, length = self._get(at, _RECORD)
+        at, shared = self._record(rank, ordinal), self._map
+        found, latest, since, _, length = _RECORD.unpack(shared[at : at + _RECORD.size])
         if found == ordinal and sequence in (None, latest):  # else a later one, or another group's, is in its place
-            self._put(at, _RECORD.pack(ordinal, latest, since, DONE, length))
-        self._put(self._slots[rank] + 8, _TIME.pack(time.monotonic()))
+            shared[at : at + _RECORD.size] = _RECORD.pack(ordinal, latest, since, DONE, length)
+        sign = self._slots[rank] + 8
+        shared[sign : sign + _TIME.size] = _TIME.pack(time.monotonic())
 
-    def conflict(self, rank: int, ordinal: int, sequence: int, text: bytes) -> RecordedOperation | None:
-        """What `rank` has posted as the same operation of the same group, if that differs from `text`."""
-        at = self._record(rank, ordinal)
-        posted, number, _, _, length = self._get(at, _RECORD)
-        if posted != ordinal or number != sequence:
-            return None  # not there yet or already further on: nothing to compare
-        if self._map[at + _RECORD.size : at + _RECORD.size + length] == text:
-            return None
-        header, theirs = self._entry(at, _RECORD)  # which may have been rewritten since
-        return _parsed(header, theirs) if header[:2] == (ordinal, sequence) and theirs != text else None
+    def conflict(
+        self, ranks: Sequence[int], ordinal: int, sequence: int, text: bytes
+    ) -> tuple[int, RecordedOperation] | None:
+        """The first of `ranks` that has posted another text for this operation of this group, and what it posted."""
+        key, shared, place = _KEY.pack(ordinal, sequence), self._map, self._place_in_slot(ordinal)
+        for rank in ranks:
+            at = self._slots[rank] + place
+            posted = shared[at : at + _RECORD.size + len(text)]
+            if not posted.startswith(key) or posted.endswith(text):
+                continue  # not there yet, already further on, or the same
+            header, theirs = self._entry(at, _RECORD)  # which may have been rewritten since
+            if header[:2] == (ordinal, sequence) and theirs != text and (other := _parsed(header, theirs)):
+                return rank, other
+        return None
 
-    def note_message(self, rank: int, peer: int, sending: bool, ordinal: int, number: int, text: str) -> str | None:
+    def note_message(self, rank: int, peer: int, sending: bool, ordinal: int, number: int, text: bytes) -> bytes | None:
         """Note message `number` of this group between two ranks; returns what the other side has noted about it."""
-        raw = text.encode()[: NOTE_BYTES - _NOTE.size]
+        raw = text[: NOTE_BYTES - _NOTE.size]
         self._publish(self._note(rank, peer, sending), _NOTE, (ordinal, number), raw)
         header, theirs = self._entry(self._note(peer, rank, not sending), _NOTE)
-        return theirs.decode(errors="replace") if header[:2] == (ordinal, number) else None
+        return theirs if header[:2] == (ordinal, number) else None
 
     def posted_in(self, rank: int, ordinal: int) -> RecordedOperation | None:
         """The latest operation of this rank in this group."""
@@ -142,9 +149,11 @@ class FlightRecorder:
     def _publish(self, at: int, layout: struct.Struct, header: tuple, text: bytes) -> None:
         """The number is cleared first and written last, by itself: who reads it twice alike has read a whole entry."""
         ordinal, number, *rest = header
-        self._put(at + _NUMBER_AT, _NUMBER.pack(-1))
-        self._put(at, layout.pack(ordinal, -1, *rest, len(text)) + text)
-        self._put(at + _NUMBER_AT, _NUMBER.pack(number))
+        shared, number_at = self._map, at + _NUMBER_AT
+        entry = layout.pack(ordinal, -1, *rest, len(text)) + text
+        shared[number_at : number_at + _NUMBER.size] = _NO_NUMBER
+        shared[at : at + len(entry)] = entry
+        shared[number_at : number_at + _NUMBER.size] = _NUMBER.pack(number)
 
     def _put(self, at: int, data: bytes) -> None:
         self._map[at : at + len(data)] = data
@@ -164,7 +173,11 @@ class FlightRecorder:
         return self._slots[rank] + HEADER_BYTES + RECORDS * RECORD_BYTES + place * NOTE_BYTES
 
     def _record(self, rank: int, ordinal: int) -> int:
-        return self._slots[rank] + HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
+        return self._slots[rank] + self._place_in_slot(ordinal)
+
+    @staticmethod
+    def _place_in_slot(ordinal: int) -> int:
+        return HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
 
 
 def _reserve(file: int, size: int, folder: Path) -> None:

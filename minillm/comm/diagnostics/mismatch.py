@@ -22,17 +22,30 @@ class MismatchCheck:
         self._recorder, self._me, self._ranks, self._name, self._ordinal = recorder, me, ranks, name, ordinal
         self._others = [rank for rank in ranks if rank != me and recorder.has(rank)]
         self._messages: Counter[tuple[bool, int]] = Counter()  # (sending?, peer) -> messages so far
-        self.texts: dict[tuple, bytes] = {}  # (op, how, shape, dtype) -> text
+        self._texts: dict[tuple, bytes] = {}  # arguments of `describe` -> what it returned
+        self._notes: dict[tuple, bytes] = {}  # (shape, dtype) of a message -> what ranks note about it
 
-    def describe(self, op: str, how: str, shape: torch.Size | None, dtype: torch.dtype) -> bytes:
-        """The text of a collective, by which ranks compare it; kept, since a training step repeats its own.
+    def describe(
+        self,
+        op: str,
+        how: str,
+        shape: torch.Size | None,
+        dtype: torch.dtype,
+        waits_for: tuple[int, ...] | None = None,
+    ) -> bytes:
+        """The text of an operation, by which ranks compare it; kept, since a training step repeats its own.
 
-        how: what else has to be equal, such as "root=1". shape: None if ranks may have different ones."""
-        if len(self.texts) >= KNOWN_TEXTS:
-            self.texts.clear()
-        sizes, name = [0] if shape is None else list(shape), str(dtype).removeprefix("torch.")
-        text = describe(f"{op}({how})" if how else op, sizes, name, self._ranks, self._name)
-        self.texts[op, how, shape, dtype] = text
+        how: what else has to be equal, such as "root=1". shape: None if ranks may have different ones. waits_for: the
+        global ranks at the other end of messages; None for a collective."""
+        key = op, how, shape, dtype, waits_for
+        text = self._texts.get(key)
+        if text is None:
+            if len(self._texts) >= KNOWN_TEXTS:
+                self._texts.clear()
+            sizes, name = [0] if shape is None else list(shape), str(dtype).removeprefix("torch.")
+            peers = None if waits_for is None else list(waits_for)
+            text = describe(f"{op}({how})" if how else op, sizes, name, self._ranks, self._name, peers)
+            self._texts[key] = text
         return text
 
     def announce(self, ordinal: int, sequence: int, text: bytes, launched: bool = False) -> None:
@@ -41,13 +54,13 @@ class MismatchCheck:
         recorder.post(self._me, ordinal, sequence, text, launched)
         if ordinal != self._ordinal:
             return
-        for rank in self._others:
-            if (other := recorder.conflict(rank, ordinal, sequence, text)) is not None:
-                mine = recorder.posted_in(self._me, ordinal)
-                raise MismatchError(
-                    f"operation {sequence} of group {self._name!r} is {mine} on rank {self._me} "
-                    f"but {other} on rank {rank}: all ranks must call the same operation with the same shape and dtype"
-                )
+        if (conflict := recorder.conflict(self._others, ordinal, sequence, text)) is not None:
+            rank, other = conflict
+            mine = recorder.posted_in(self._me, ordinal)
+            raise MismatchError(
+                f"operation {sequence} of group {self._name!r} is {mine} on rank {self._me} "
+                f"but {other} on rank {rank}: all ranks must call the same operation with the same shape and dtype"
+            )
 
     def withdraw(self, ordinal: int, sequence: int) -> None:
         """Say that the operation is over."""
@@ -70,12 +83,21 @@ class MismatchCheck:
                 self._messages[sending, peer] += 1
                 if not recorder.has(self._ranks[peer]):
                     continue
-                number = self._messages[sending, peer]
-                mine = f"{x.numel()} {str(x.dtype).removeprefix('torch.')} in {list(x.shape)}"
+                number, mine = self._messages[sending, peer], self._note(x)
                 theirs = recorder.note_message(me, self._ranks[peer], sending, self._ordinal, number, mine)
-                if theirs and theirs.split(" ")[:2] != mine.split(" ")[:2]:  # messages may change shape, but not size
-                    verb, other = ("sends", "expects") if sending else ("expects", "sends")
-                    raise MismatchError(
-                        f"message {number} in group {self._name!r}: rank {me} {verb} {mine}, "
-                        f"but rank {self._ranks[peer]} {other} {theirs}"
-                    )
+                if theirs in (None, mine) or theirs.split(b" ")[:2] == mine.split(b" ")[:2]:
+                    continue  # messages may change shape, but not size
+                verb, other = ("sends", "expects") if sending else ("expects", "sends")
+                raise MismatchError(
+                    f"message {number} in group {self._name!r}: rank {me} {verb} {mine.decode()}, "
+                    f"but rank {self._ranks[peer]} {other} {theirs.decode(errors='replace')}"
+                )
+
+    def _note(self, x: torch.Tensor) -> bytes:
+        note = self._notes.get((x.shape, x.dtype))
+        if note is None:
+            if len(self._notes) >= KNOWN_TEXTS:
+                self._notes.clear()
+            note = f"{x.numel()} {str(x.dtype).removeprefix('torch.')} in {list(x.shape)}".encode()
+            self._notes[x.shape, x.dtype] = note
+        return note

@@ -134,6 +134,7 @@ OPTIONAL = {  # used where they are installed
     "gguf",
     "latex2mathml",
     "llama_cpp",
+    "nanovllm",
     "sphinx",
     "torchao",
     "triton",

@@ -152,8 +152,8 @@ def far_behind(monkeypatch):
         used.extend(weakref.ref(x) for x in tensors if isinstance(x, torch.Tensor))
         return Behind()
 
-    for name in ("all_reduce", "_REDUCE_SCATTER"):
-        monkeypatch.setattr(native if name.startswith("_") else dist, name, launch)
+    monkeypatch.setattr(dist, "all_reduce", launch)
+    monkeypatch.setattr(native, "reduce_scatter_single", launch)
     check = types.SimpleNamespace(announce=lambda *_: None, withdraw=lambda _, sequence: withdrawn.append(sequence))
     pg = types.SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     numbers = itertools.count(1)

@@ -55,9 +55,10 @@ def tokens() -> Tokens:
     return Tokens((np.arange(3000) ** 2 % 53).astype(np.uint16), 53, 0, 1, 9000)
 
 
-def trainer(parallel=None, precision="fp32", model=MODEL, **options) -> Trainer:
+def trainer(parallel=None, precision="fp32", model=MODEL, device="cpu", **options) -> Trainer:
     options = {"seq_len": 16, "batch_size": 4, "steps": 9, "lr": 1e-2} | options
-    return Trainer(TrainConfig(model, precision=precision, **options), tokens(), workers=0, parallel=parallel)
+    config = TrainConfig(model, precision=precision, **options)
+    return Trainer(config, tokens(), workers=0, parallel=parallel, device=device)
 
 
 def through_all(group, folder: Path, layouts, precision, model=MODEL):
@@ -66,9 +67,11 @@ def through_all(group, folder: Path, layouts, precision, model=MODEL):
     shares.SPLIT_FROM = 16  # so that replicas share the writing of this model's tensors too
     groups = {n: group.subgroup(list(range(n)), f"first {n}") for n in range(1, group.world_size)}
     groups[group.world_size] = group
-    alone = trainer(SingleDevice(), precision, model, batch_size=1, accumulate=WINDOWS)
+    alone = trainer(SingleDevice(), precision, model, group.device, batch_size=1, accumulate=WINDOWS)
     for _ in range(2):
         alone.step()
+    for part in alone.local_state().tensors.values():
+        group.broadcast(part)  # GPUs may round differently
     whole = {name: part.clone() for name, part in alone.local_state().tensors.items()}
     numbers = alone.local_state().numbers()
     if group.rank == 0:
@@ -78,7 +81,8 @@ def through_all(group, folder: Path, layouts, precision, model=MODEL):
     for index, layout in enumerate(layouts):
         if group.rank < layout.world_size:
             strategy = make_strategy(groups[layout.world_size], layout)
-            trainers[index] = trainer(strategy, precision, model, batch_size=1, accumulate=WINDOWS // layout.dp)
+            microbatches = WINDOWS // layout.dp
+            trainers[index] = trainer(strategy, precision, model, group.device, batch_size=1, accumulate=microbatches)
             restore(trainers[index], folder / "start")
             saver = Checkpointer(folder / str(index), groups[layout.world_size], background=index % 2 == 0)
             saver.save(trainers[index])
