@@ -179,6 +179,7 @@ def check_recompute(learner: Any) -> Receipt:
 
 @exercise(
     "clip-global-norm",
+    changes=("shards",),
     minutes=8,
     difficulty=2,
     hints=(

@@ -17,6 +17,7 @@ ANSWERS = answers_of("13_paged_attention")
 
 @exercise(
     "copy-on-write",
+    changes=("table",),
     minutes=10,
     difficulty=3,
     hints=(
