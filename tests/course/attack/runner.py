@@ -23,9 +23,9 @@ from tests.course.attack.mutants import mutants
 from tests.course.attack.variants import variants
 
 RECORDED = 990  # the seed of the run that tells what the check's cases are
-CONFIRMATIONS = 4  # further seeds for what passes
-LEAST_LIMIT_S = 6.0
-SLOWER = 12.0  # a candidate may take so many times as long as the right answer
+CONFIRMATIONS = 2  # further seeds for what passes
+LEAST_LIMIT_S = 0.8  # of computing
+SLOWER = 8.0  # a candidate may compute so many times as long as the right answer
 NOT_CHECKS = ("mistakes", "figures", "receipts", "notebook", "torchrun")
 
 
@@ -49,7 +49,7 @@ class Verdict:
     @property
     def right(self) -> bool:
         """Whether the check was right: it refuses mutants and cheats, and always accepts a variant."""
-        return self.passes == 1 + CONFIRMATIONS if self.kind == "variant" else self.passes == 0
+        return self.passes >= 1 + CONFIRMATIONS if self.kind == "variant" else self.passes == 0
 
 
 class Worker:
@@ -80,7 +80,7 @@ class Worker:
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
         # A first request also waits for the imports.
-        ready, _, _ = select.select([self._process.stdout], [], [], 60 + 2 * limit_s * len(seeds))
+        ready, _, _ = select.select([self._process.stdout], [], [], 60 + 20 * limit_s * len(seeds))
         line = self._process.stdout.readline() if ready else b""
         if line:
             return json.loads(line)
@@ -120,20 +120,25 @@ def attack(
         if only and exercise not in only:
             continue
         found, seconds = candidates(exercise, worker)
-        limit_s = max(LEAST_LIMIT_S, SLOWER * seconds)
+        most_s = limit_s(seconds)
         for left, candidate in zip(reversed(range(len(found))), found, strict=True):
             digest = _digest(candidate, seed)
             if digest not in known:
-                known[digest] = verdict_on(candidate, seed, limit_s, worker, digest)
+                known[digest] = verdict_on(candidate, seed, most_s, worker, digest)
                 _append(state, known[digest])
             yield known[digest], left
 
 
-def verdict_on(candidate: Candidate, seed: int, limit_s: float, worker: Worker, digest: str = "") -> Verdict:
+def limit_s(seconds: float) -> float:
+    """How long a candidate may compute where the right answer takes `seconds`."""
+    return max(LEAST_LIMIT_S, SLOWER * seconds)
+
+
+def verdict_on(candidate: Candidate, seed: int, most_s: float, worker: Worker, digest: str = "") -> Verdict:
     """Tried in the worker; what the check got wrong is tried again in a fresh process, with more time."""
     seeds = [seed + 1000 * more for more in range(1 + CONFIRMATIONS)]
     for attempt in range(2):
-        reply = worker.tried(candidate.exercise, candidate.text, seeds, limit_s * (1 + 2 * attempt))
+        reply = worker.tried(candidate.exercise, candidate.text, seeds, most_s * (1 + 2 * attempt))
         verdict = Verdict(candidate.exercise, candidate.kind, candidate.edit, digest, **reply)
         if verdict.right or candidate.kind != "variant":
             break

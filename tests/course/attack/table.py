@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("survivors.txt")
+ATTACKED = ("12",)  # labs whose every survivor is mended or in the table
 VERDICTS = ("equivalent", "allowed", "forbidden")
 
 
