@@ -139,9 +139,7 @@ def exercise(
                 f"exercise '{name}' is already registered in {known.verify.__module__}; choose another name"
             )
         home = lab or course.lab_of(verify.__module__)
-        _exercises[name] = Exercise(
-            name, home, verify, reference, tuple(hints), minutes, difficulty, tuple(changes)
-        )
+        _exercises[name] = Exercise(name, home, verify, reference, tuple(hints), minutes, difficulty, tuple(changes))
         return verify
 
     return register

@@ -106,9 +106,7 @@ def check_decode_step(learner: Callable) -> Receipt:
     return receipt("a decode step, counted on a real one", rows)
 
 
-def one_step(
-    config: ModelConfig, batch: int, context: int, dtype: torch.dtype = torch.float32
-) -> tuple[int, int]:
+def one_step(config: ModelConfig, batch: int, context: int, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
     """(bytes of weights and cache read, FLOPs with the weights) of a decode step at the last place of `context`."""
     model = Transformer(config, dtype=dtype)
     cache = KVCache(config, context, batch=batch, dtype=dtype)

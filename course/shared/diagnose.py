@@ -32,7 +32,11 @@ def expect(fits: bool, found: Any, asked: str, who: str = "you") -> None:
 
 def expect_list(found: Any, asked: str, who: str = "you", *, count: int | None = None, of: Any = object) -> list:
     """The values of a list or tuple; CheckFailed unless it is one, of `count` values, all of them of type `of`."""
-    fits = isinstance(found, list | tuple) and count in (None, len(found)) and all(isinstance(x, _KINDS.get(of, of)) for x in found)
+    fits = (
+        isinstance(found, list | tuple)
+        and count in (None, len(found))
+        and all(isinstance(x, _KINDS.get(of, of)) for x in found)
+    )
     expect(fits, found, asked, who)
     return list(found)
 

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     with runner.Worker() as worker:
         for lab in labs:
             counts = Counter()
-            for verdict, left in runner.attack(lab, options.state, options.seed, worker, options.only):
+            for verdict in runner.attack(lab, options.state, options.seed, worker, options.only):
                 counts[verdict.kind] += 1
                 if options.unexplained and UNEXPLAINED in verdict.message:
                     print(f"?\t{verdict.exercise}\t{verdict.edit}\t{verdict.message[:150]!r}", flush=True)

@@ -95,9 +95,7 @@ class Cell:
     def prepared(self, kind: str, edit: str, *, before: str = "", change: str = "") -> Candidate:
         """The cell with statements in front of it, and others between the answer and its check."""
         body = deepcopy(self.tree.body)
-        checked = next(
-            index for index, statement in enumerate(body) if any(map(checked_exercise, ast.walk(statement)))
-        )
+        checked = next(index for index, statement in enumerate(body) if any(map(checked_exercise, ast.walk(statement))))
         statements = [*ast.parse(before).body, *body[:checked], *ast.parse(change).body, *body[checked:]]
         return Candidate(self.exercise, kind, edit, ast.unparse(ast.Module(statements, type_ignores=[])))
 

@@ -71,7 +71,8 @@ def _around(cell: Cell, function: ast.FunctionDef, calls: Sequence[Call]) -> Ite
 
     parameters = [argument.arg for argument in function.args.args]
     sizes = sorted({call.signature for call in calls})
-    yield cheat("knows the sizes of one run of the check", f"_wrappers.only_sizes(f, {sizes!r})")
+    if any(letter.isdigit() for letter in "".join(sizes)):
+        yield cheat("knows the sizes of one run of the check", f"_wrappers.only_sizes(f, {sizes!r})")
     yield cheat("its first result for ever", "_wrappers.first_result(f)")
     changed = {place for call in calls for place in call.changed}
     kinds = {place: call.arguments[place] for call in reversed(calls) for place in range(len(call.arguments))}
@@ -86,7 +87,9 @@ def _around(cell: Cell, function: ast.FunctionDef, calls: Sequence[Call]) -> Ite
     returned = {call.returned for call in calls}
     if any(kind.startswith("float") and kind.endswith("tensor") for kind in kinds.values()):
         yield cheat("computes in bfloat16", "_wrappers.in_dtype(f, 'bfloat16')")
-        if find(cell.exercise).lab[:2] in WITH_GRADIENTS and any(re.search("float .*tensor", kind) for kind in returned):
+        if find(cell.exercise).lab[:2] in WITH_GRADIENTS and any(
+            re.search("float .*tensor", kind) for kind in returned
+        ):
             yield cheat("no gradient", "_wrappers.without_gradient(f)")
     for spoiled, fitting in SPOILED.items():
         if any(re.search(fitting, kind) for kind in returned):

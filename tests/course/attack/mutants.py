@@ -1,6 +1,7 @@
 """First-order mutants of an answer: one node of its syntax tree changed, as a slip of the pen changes it."""
 
 import ast
+import itertools
 from collections.abc import Iterator
 from copy import deepcopy
 
@@ -82,7 +83,8 @@ def _statement(node: ast.stmt) -> Iterator[ast.AST]:
         yield ast.If(ast.Constant(True), node.body, [])
     if isinstance(node, ast.For):
         listed = ast.Call(ast.Name("list", ast.Load()), [node.iter], [])
-        yield from _changed(node, iter=[ast.Call(ast.Name("reversed", ast.Load()), [listed], [])])
+        if not (isinstance(node.target, ast.Name) and node.target.id.startswith("_")):
+            yield from _changed(node, iter=[ast.Call(ast.Name("reversed", ast.Load()), [listed], [])])
         yield from _changed(node, iter=[ast.Subscript(listed, ast.Slice(lower=ast.Constant(1)), ast.Load())])
         yield from _changed(node, iter=[ast.Subscript(listed, ast.Slice(upper=ast.Constant(-1)), ast.Load())])
     if isinstance(node, ast.AugAssign):
@@ -165,7 +167,7 @@ def _plus(node: ast.expr, operator: ast.operator) -> ast.expr:
 
 
 def _swaps(values: list[ast.expr]) -> list[list[ast.expr]]:
-    pairs = zip(values, values[1:], strict=False)
+    pairs = itertools.pairwise(values)
     return [[*values[:place], b, a, *values[place + 2 :]] for place, (a, b) in enumerate(pairs)]
 
 

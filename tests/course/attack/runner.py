@@ -98,8 +98,12 @@ def candidates(exercise: str, worker: Worker) -> tuple[list[Candidate], float]:
     cell = cell_of(exercise)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "calls")
-        names = "" if "tl." in cell.text else "\n".join(
-            f"{function.name} = _wrappers.recorded({function.name}, {str(log)!r})" for function in cell.functions
+        names = (
+            ""
+            if "tl." in cell.text
+            else "\n".join(
+                f"{function.name} = _wrappers.recorded({function.name}, {str(log)!r})" for function in cell.functions
+            )
         )
         text = cell.prepared("variant", "recorded", before=HELPERS, change=names).text
         worker.tried(exercise, text, [RECORDED], 120.0)  # not all checks stand the recording
@@ -111,22 +115,20 @@ def candidates(exercise: str, worker: Worker) -> tuple[list[Candidate], float]:
     return [*mutants(cell), *cheats(cell, calls), *variants(cell, calls)], reply["seconds"]
 
 
-def attack(
-    lab: str, state: Path, seed: int, worker: Worker, only: Iterable[str] = ()
-) -> Iterator[tuple[Verdict, int]]:
-    """Every candidate of a lab's exercises with its verdict, and how many of its exercise are left."""
+def attack(lab: str, state: Path, seed: int, worker: Worker, only: Iterable[str] = ()) -> Iterator[Verdict]:
+    """The verdict on every candidate of a lab's exercises."""
     known = {verdict.digest: verdict for verdict in read(state)}
     for exercise in [each.name for each in exercises.all_exercises(lab)]:
         if only and exercise not in only:
             continue
         found, seconds = candidates(exercise, worker)
         most_s = limit_s(seconds)
-        for left, candidate in zip(reversed(range(len(found))), found, strict=True):
+        for candidate in found:
             digest = _digest(candidate, seed)
             if digest not in known:
                 known[digest] = verdict_on(candidate, seed, most_s, worker, digest)
                 _append(state, known[digest])
-            yield known[digest], left
+            yield known[digest]
 
 
 def limit_s(seconds: float) -> float:

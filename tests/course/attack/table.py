@@ -1,4 +1,4 @@
-"""The table of what passes although it is not the right answer, and of right answers that may be refused: survivors.txt.
+"""The table (survivors.txt) of what passes although it is not the answer, and of right answers that may be refused.
 
 One line each, four fields with tabs between them: exercise, verdict, edit, reason.
 
@@ -37,7 +37,9 @@ def read(path: Path = TABLE) -> dict[tuple[str, str], Entry]:
             continue
         fields = line.split("\t")
         if len(fields) != 4 or fields[1] not in VERDICTS or not fields[3].strip():
-            raise ValueError(f"line {number} of {path.name} must be exercise, {'|'.join(VERDICTS)}, edit, reason: {line}")
+            raise ValueError(
+                f"line {number} of {path.name} must be exercise, {'|'.join(VERDICTS)}, edit, reason: {line}"
+            )
         entry = Entry(*fields)
         if entry.key in entries:
             raise ValueError(f"line {number} of {path.name} repeats '{entry.edit}' of '{entry.exercise}'")

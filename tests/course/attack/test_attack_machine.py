@@ -87,7 +87,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     state = tmp_path / "state.jsonl"
 
     def run() -> list:
-        return [verdict for verdict, _ in runner.attack("11_data_pipeline", state, 1, Refusing(), ["bits-per-byte"])]
+        return list(runner.attack("11_data_pipeline", state, 1, Refusing(), ["bits-per-byte"]))
 
     first = run()
     cut = state.read_text().splitlines(keepends=True)
@@ -97,7 +97,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
 
 def test_a_survivor_that_is_not_in_the_table_fails(tmp_path, monkeypatch, capsys):
     survivor = runner.Verdict("bits-per-byte", "cheat", "passes anyway", "0", "passed", "", 3, 0.1)
-    monkeypatch.setattr(runner, "attack", lambda *_: iter([(survivor, 0)]))
+    monkeypatch.setattr(runner, "attack", lambda *_: iter([survivor]))
     assert command.main(["11"]) == 1
     assert "bits-per-byte\tcheat\tpasses anyway\tpasses 3 of 3" in capsys.readouterr().out
     entry = table.Entry("bits-per-byte", "allowed", "passes anyway", "the text asks for nothing else")
@@ -109,7 +109,7 @@ def test_a_survivor_that_is_not_in_the_table_fails(tmp_path, monkeypatch, capsys
 def test_table_is_read_strictly(tmp_path):
     path = tmp_path / "table.txt"
     path.write_text("clip\tequivalent\ta => b\tsame numbers\nclip\tequivalent\ta => b\tsame numbers\n")
-    with pytest.raises(ValueError, match="line 2 of table.txt repeats"):
+    with pytest.raises(ValueError, match=r"line 2 of table\.txt repeats"):
         table.read(path)
     path.write_text("clip\tharmless\ta => b\tsame numbers\n")
     with pytest.raises(ValueError, match=r"line 1 .* must be exercise, equivalent\|allowed\|forbidden"):

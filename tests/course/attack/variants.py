@@ -67,7 +67,9 @@ class _Renamed(ast.NodeTransformer):
     """Local variables called otherwise."""
 
     def visit_FunctionDef(self, function: ast.FunctionDef) -> ast.AST:
-        shared = {name for node in ast.walk(function) if isinstance(node, (ast.Nonlocal, ast.Global)) for name in node.names}
+        shared = {
+            name for node in ast.walk(function) if isinstance(node, (ast.Nonlocal, ast.Global)) for name in node.names
+        }
         inner = [node for node in ast.walk(function) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
         given = {each.arg for node in inner for each in [*node.args.args, *node.args.kwonlyargs]}
         given |= {node.args.vararg.arg for node in inner if node.args.vararg}
@@ -109,16 +111,24 @@ class _SwappedBranches(ast.NodeTransformer):
         return ast.IfExp(ast.UnaryOp(ast.Not(), node.test), node.orelse, node.body)
 
 
+MIRRORED = {
+    ast.Lt: ast.Gt,
+    ast.Gt: ast.Lt,
+    ast.LtE: ast.GtE,
+    ast.GtE: ast.LtE,
+    ast.Eq: ast.Eq,
+    ast.NotEq: ast.NotEq,
+}
+
+
 class _Flipped(ast.NodeTransformer):
     """b > a for a < b"""
 
-    MIRRORED = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE, ast.Eq: ast.Eq, ast.NotEq: ast.NotEq}
-
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
-        if len(node.ops) > 1 or type(node.ops[0]) not in self.MIRRORED:
+        if len(node.ops) > 1 or type(node.ops[0]) not in MIRRORED:
             return node
-        return ast.Compare(node.comparators[0], [self.MIRRORED[type(node.ops[0])]()], [node.left])
+        return ast.Compare(node.comparators[0], [MIRRORED[type(node.ops[0])]()], [node.left])
 
 
 class _Called(ast.NodeTransformer):

@@ -4,8 +4,8 @@
     {"status": "passed" | "failed" | "hangs", "message": ..., "passes": of how many seeds, "seconds": of this process}
 
 A candidate that takes too long is interrupted by an alarm: after `limit_s` of computing here (a loop without an end,
-however busy the machine is), or WAITS times as long by the clock (a wait for a rank that never answers). One that the alarm does not reach is the parent's to kill,
-with this whole process. What candidates print goes nowhere.
+however busy the machine is), or WAITS times as long by the clock (a wait for a rank that never answers). One that the
+alarm does not reach is the parent's to kill, with this whole process. What candidates print goes nowhere.
 """
 
 import json
