@@ -9,7 +9,6 @@ from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab16_quantization import experiments_breaks as breaks
-from course.lab16_quantization.checks import expect_unchanged
 
 ANSWERS = answers_of("16_quantization")
 
@@ -35,10 +34,7 @@ def check_verdict(learner: Callable) -> Receipt:
         for name, program in breaks.PROGRAMS.items():
             weight = breaks.weights_for(name, outputs, inputs)
             rounded = program(weight, group)
-            before = weight.clone(), rounded.clone()
             said, right = learner(weight, rounded, group), breaks.BUGS[name]
-            expect_unchanged(weight, before[0], "weight")
-            expect_unchanged(rounded, before[1], "rounded")
             if said not in breaks.VERDICTS:
                 told = ", ".join(map(repr, breaks.VERDICTS))
                 raise CheckFailed(f"your verdict is {said!r:.60}: it must be one of {told}")

@@ -9,7 +9,6 @@ from torch import Tensor
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab16_quantization.checks import expect_unchanged
 from course.shared.diagnose import expect
 from minillm.quantize import Int
 
@@ -35,10 +34,7 @@ def check_awq(learner: Callable) -> Receipt:
     for inputs, group, steps, lean, size in sizes:
         weight, x, errors = _case_of_awq(inputs, group, steps, lean, size)
         best = min(range(steps + 1), key=errors.__getitem__)
-        given = weight.clone(), x.clone()
         factors = learner(weight, x, group, steps)
-        expect_unchanged(weight, given[0], "weight")
-        expect_unchanged(x, given[1], "x")
         fits = isinstance(factors, Tensor) and factors.shape == (inputs,)
         expect(fits, factors, f"one factor for each of the {inputs} inputs")
         chosen.append(factors)
@@ -118,10 +114,7 @@ def _judge_gptq(learner: Callable, outputs: int, inputs: int) -> list:
         return torch.round(column / step[int(j)]) * step[int(j)]
 
     name = f"{outputs} x {inputs}"
-    given = weight.clone(), upper.clone()
     found = learner(weight, upper, nearest)
-    expect_unchanged(weight, given[0], "weight")
-    expect_unchanged(upper, given[1], "upper")
     fits = isinstance(found, Tensor) and found.shape == weight.shape
     expect(fits, found, f"the rounded weights, {list(weight.shape)}", name)
     asked_for, told = list(asked), list(range(inputs))

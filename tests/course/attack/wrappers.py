@@ -131,12 +131,16 @@ def on_result(function: Callable, name: str) -> Callable:
 
 
 def in_dtype(function: Callable, dtype: str) -> Callable:
-    """Computes in another dtype; what comes back has the dtype of the first tensor that came in."""
+    """Computes in another dtype, where all that comes in has the same one; the result has that one again."""
+    other = getattr(torch, dtype)
 
     def call(*args, **kwargs):
-        given = next((x.dtype for x in args if isinstance(x, Tensor) and x.dtype.is_floating_point), None)
-        changed = [_cast(x, getattr(torch, dtype)) for x in args]
-        return _cast(function(*changed, **kwargs), given)
+        given = {x.dtype for x in args if _is_float_tensor(x)}
+        if len(given) != 1 or given == {torch.bfloat16}:
+            return function(*args, **kwargs)
+        result = function(*(_cast(x, other) for x in args), **kwargs)
+        back = given.pop()
+        return _each(result, lambda x: x.to(back) if _is_float_tensor(x) and x.dtype == other else x)
 
     return _named(call, function)
 
@@ -300,8 +304,8 @@ def _is_float_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    return _each(value, lambda x: x.to(dtype) if dtype and _is_float_tensor(x) else x)
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return _each(value, lambda x: x.to(dtype) if _is_float_tensor(x) else x)
 
 
 def _frozen(value: Any) -> Any:
