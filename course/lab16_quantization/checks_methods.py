@@ -43,6 +43,9 @@ def check_awq(learner: Callable) -> Receipt:
         if not error <= errors[best] * (1 + 1e-4):  # NaN, too
             said = f"{name}: with your factors the output error is {error:.4g}; with those of α = {best}/{steps} it is "
             wrong = wrong or f"{said}{errors[best]:.4g}, and without factors {errors[0]:.4g}."
+        if error < 0.98 * errors[best]:
+            said = f"{name}: your factors leave an output error of {error:.4g}, and no candidate less than "
+            wrong = wrong or f"{said}{errors[best]:.4g}: α goes from 0 to 1, both included, in {steps} steps."
         rows.append(
             row(f"{name}: output error / without factors", errors[best] / errors[0], error / errors[0], "", 1e-3)
         )
@@ -69,6 +72,8 @@ def _case_of_awq(inputs: int, group: int, steps: int, lean: float, size: float) 
         if lean > 0 or lean < -1:
             best = 0 if lean > 0 else steps
             clear = 1.05 * errors[best] < min(errors[:best] + errors[best + 1 :])
+            if lean < -1:  # and an α above 1 would be better still, but is no candidate
+                clear = clear and 1.05 * _error(weight, x, mean ** (1 + 1 / steps), group) < errors[best]
         else:
             clear = min(errors[0], errors[-1], errors[steps // 2]) > 1.02 * min(errors)
         if clear:
@@ -115,8 +120,8 @@ def _judge_gptq(learner: Callable, outputs: int, inputs: int) -> list:
 
     name = f"{outputs} x {inputs}"
     found = learner(weight, upper, nearest)
-    fits = isinstance(found, Tensor) and found.shape == weight.shape
-    expect(fits, found, f"the rounded weights, {list(weight.shape)}", name)
+    fits = isinstance(found, Tensor) and found.shape == weight.shape and found.dtype == weight.dtype
+    expect(fits, found, f"the rounded weights, {list(weight.shape)}, in the weights' dtype, {weight.dtype}", name)
     asked_for, told = list(asked), list(range(inputs))
     if asked_for != told:
         said = f"{name}: you asked for the nearest values of columns {_short(asked_for)}, and every column is rounded "
