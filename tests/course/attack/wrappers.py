@@ -310,7 +310,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad and value.is_leaf)
+        return value.clone() if value.requires_grad else value.detach().clone()
     if type(value) in (list, tuple):
         return type(value)(_frozen(x) for x in value)
     return {key: _frozen(x) for key, x in value.items()} if type(value) is dict else value
