@@ -167,6 +167,7 @@ def check_recompute(learner: Any) -> Receipt:
             "the gradients you return are right, but your backward also wrote into .grad of the parameters: where the "
             "step adds up gradients, they would count twice. Use torch.autograd.grad inside"
         )
+    stepping.judge_first_block(learner)
     inputs = layers * tokens * hidden * 8
     rows = [
         row("forward passes of each block", 2, mine["calls"] / layers),

@@ -134,6 +134,23 @@ def judge_recomputed(name: str, mine: Sequence[Tensor | None], right: Sequence[T
     raise CheckFailed(f"the gradient of {what} is wrong: does the gradient from above go into the recomputed block?")
 
 
+def judge_first_block(function: Any) -> None:
+    """CheckFailed unless a block whose input needs no gradient, as the first of a model, has those of its parameters."""
+    block, x = nn.Linear(6, 3).double(), torch.randn(5, 6, dtype=torch.float64)
+    due = torch.autograd.grad(block(x).square().sum(), list(block.parameters()))
+    try:
+        function.apply(block, x, *block.parameters()).square().sum().backward()
+    except RuntimeError as error:
+        raise CheckFailed(
+            f"a block whose input is data, without a gradient: backward stopped ({str(error).splitlines()[0]}). Detach "
+            "what you saved and let the copy require a gradient"
+        ) from None
+    if not all(torch.allclose(parameter.grad, right) for parameter, right in zip(block.parameters(), due, strict=True)):
+        raise CheckFailed("a block whose input is data, without a gradient: the gradients of its parameters are wrong")
+    if x.requires_grad:
+        raise CheckFailed("backward made the block's input require a gradient: detach it first, it is the caller's")
+
+
 # Clipping.
 
 
