@@ -1,9 +1,11 @@
 """Lab 14, the flight recorder read: when each token came, and which of four faults a scheduler has."""
 
 import random
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
+from types import SimpleNamespace
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
@@ -36,7 +38,7 @@ def check_latencies(learner: Callable) -> Receipt:
         ("preempted, recomputed", {"num_blocks": 30, "prefix_cache": False, "policy": "longest", "chunk": 3}),
         ("preempted, swapped", {"num_blocks": 30, "preemption": "swap"}),
     ):
-        lengths = [(random.randint(10, 40), random.randint(16, 30)) for _ in range(10)]
+        lengths = [(random.randint(10, 40), random.randint(16, 30)) for _ in range(12 - len(rows) // 3)]
         settings = {"block_size": 4, "token_budget": 16, "max_num_seqs": 5, "chunk": 6, "reserve": 0}
         flight = play(requests(lengths, every=0.007), **(settings | options))
         arrived = {name: history.arrived for name, history in flight.histories.items()}
@@ -82,14 +84,51 @@ def check_diagnose(learner: Callable) -> Receipt:
                 raise CheckFailed(_misread(flight, fault, found))
             right += 1
             if fault == experiments_breaks.HEALTHY:
-                begun = list(flight.records[: len(flight.records) // 2])
-                if (found := learner(begun, flight.prompts)) != fault:
+                for begun in (flight.records[:1], flight.records[: len(flight.records) // 2]):
+                    if (found := learner(list(begun), flight.prompts)) != fault:
+                        raise CheckFailed(
+                            f"the first {len(begun)} steps of a healthy run: you say '{found}'. That not all requests "
+                            "have ended, or none has a token yet, is no fault: the recording may stop earlier"
+                        )
+            elif fault != "livelock":
+                shown = _first_shown(flight, fault)
+                if (found := learner(list(shown), flight.prompts)) != fault:
                     raise CheckFailed(
-                        f"the first {len(begun)} steps of a healthy run: you say '{found}'. That not all requests have "
-                        "ended is no fault, the recording may stop earlier"
+                        f"a recording of {len(shown)} steps that stops with the first step of the fault '{fault}': you "
+                        f"say '{found}'. The last step counts, too"
                     )
         rows.append(row(f"{fault}: recognised, of 6 flights", 6, right))
+    for name, records in _BY_HAND.items():
+        if (found := learner(list(records), {"0": 2, "1": 9})) != experiments_breaks.HEALTHY:
+            raise CheckFailed(f"{name}, by a sound scheduler: you say '{found}'")
     return receipt("five schedulers, 30 flights", rows)
+
+
+def _first_shown(flight: Flight, fault: str) -> Sequence:
+    """The shortest beginning of the recording in which the fault shows."""
+    steps = range(1, len(flight.records) + 1)
+    shown = bisect_left(steps, True, key=lambda n: ANSWERS.diagnose(flight.records[:n], flight.prompts) == fault)
+    return flight.records[: shown + 1]
+
+
+def _step(batch: list, sampled: int, **names: list[str]) -> SimpleNamespace:
+    return SimpleNamespace(batch=batch, sampled=sampled, **{"admitted": [], "preempted": [], "ended": []} | names)
+
+
+# Request 0 decodes while request 1 prefills in pieces; then it gives its blocks up, or ends.
+_BEGIN = [_step([("0", 0, 2), ("1", 0, 2)], 1, admitted=["0", "1"])]
+_BY_HAND = {
+    "the only sequence that decodes is preempted, and a prompt goes on": [
+        *_BEGIN,
+        _step([("1", 2, 4)], 0, preempted=["0"]),
+        _step([("1", 6, 2)], 0),
+    ],
+    "the only sequence that decodes has ended, and a prompt goes on": [
+        *_BEGIN,
+        _step([("0", 2, 1), ("1", 2, 2)], 1, ended=["0"]),
+        _step([("1", 4, 4)], 0),
+    ],
+}
 
 
 def _flights(fault: str, base: int) -> list[Flight]:
