@@ -135,7 +135,7 @@ def judge_recomputed(name: str, mine: Sequence[Tensor | None], right: Sequence[T
 
 
 def judge_first_block(function: Any) -> None:
-    """CheckFailed unless a block whose input needs no gradient, as the first of a model, has those of its parameters."""
+    """CheckFailed unless a first block, whose input needs no gradient, has those of its parameters."""
     block, x = nn.Linear(6, 3).double(), torch.randn(5, 6, dtype=torch.float64)
     due = torch.autograd.grad(block(x).square().sum(), list(block.parameters()))
     try:

@@ -98,9 +98,9 @@ def check_diagnose(learner: Callable) -> Receipt:
                         f"say '{found}'. The last step counts, too"
                     )
         rows.append(row(f"{fault}: recognised, of 6 flights", 6, right))
-    for name, records in _BY_HAND.items():
-        if (found := learner(list(records), {"0": 2, "1": 9})) != experiments_breaks.HEALTHY:
-            raise CheckFailed(f"{name}, by a sound scheduler: you say '{found}'")
+    for name, (records, right) in _BY_HAND.items():
+        if (found := learner(list(records), {"0": 2, "1": 9})) != right:
+            raise CheckFailed(f"{name}: you say '{found}', it is '{right}'")
     return receipt("five schedulers, 30 flights", rows)
 
 
@@ -118,16 +118,22 @@ def _step(batch: list, sampled: int, **names: list[str]) -> SimpleNamespace:
 # Request 0 decodes while request 1 prefills in pieces; then it gives its blocks up, or ends.
 _BEGIN = [_step([("0", 0, 2), ("1", 0, 2)], 1, admitted=["0", "1"])]
 _BY_HAND = {
-    "the only sequence that decodes is preempted, and a prompt goes on": [
-        *_BEGIN,
-        _step([("1", 2, 4)], 0, preempted=["0"]),
-        _step([("1", 6, 2)], 0),
-    ],
-    "the only sequence that decodes has ended, and a prompt goes on": [
-        *_BEGIN,
-        _step([("0", 2, 1), ("1", 2, 2)], 1, ended=["0"]),
-        _step([("1", 4, 4)], 0),
-    ],
+    "the only sequence that decodes is preempted, and a prompt goes on": (
+        [*_BEGIN, _step([("1", 2, 4)], 0, preempted=["0"]), _step([("1", 6, 2)], 0)],
+        experiments_breaks.HEALTHY,
+    ),
+    "the only sequence that decodes has ended, and a prompt goes on": (
+        [*_BEGIN, _step([("0", 2, 1), ("1", 2, 2)], 1, ended=["0"]), _step([("1", 4, 4)], 0)],
+        experiments_breaks.HEALTHY,
+    ),
+    "a sequence has 3 tokens, and 4 of it are computed": (
+        [*_BEGIN, _step([("0", 2, 2), ("1", 2, 2)], 1)],
+        "tokens that do not exist",
+    ),
+    "a token at first, and none in 150 steps after it": (
+        [*_BEGIN, _step([], 0, preempted=["0"]), *[_step([], 0)] * 150],
+        "livelock",
+    ),
 }
 
 
