@@ -130,8 +130,13 @@ _BY_HAND = {
         [*_BEGIN, _step([("0", 2, 2), ("1", 2, 2)], 1)],
         "tokens that do not exist",
     ),
-    "a token at first, and none in 150 steps after it": (
-        [*_BEGIN, _step([], 0, preempted=["0"]), *[_step([], 0)] * 150],
+    "a token in each of 121 steps, and none in the 151 after them": (
+        [
+            *_BEGIN,
+            *(_step([("0", 2 + n, 1)], 1) for n in range(120)),
+            _step([], 0, preempted=["0"]),
+            *[_step([], 0)] * 150,
+        ],
         "livelock",
     ),
 }
