@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from course.kit.answers import answers_of
@@ -51,6 +52,7 @@ def check_block_keys(learner: Callable) -> Receipt:
             at = next(i for i, pair in enumerate(zip(same, wanted, strict=True)) if pair[0] != pair[1])
             raise CheckFailed(f"block {at} of {_say(a)} and of {_say(b)} {_wrong(same[at])}: {why}")
         pairs += 1
+    size = random.choice((3, 5, 6, 7, 9))
     tokens = Read([random.randrange(32_000) for _ in range(64 * size)])
     bits = _bits(learner(tokens, size))
     if bits < 60:
@@ -68,7 +70,7 @@ def check_block_keys(learner: Callable) -> Receipt:
         "your keys",
         [
             row("pairs of token rows told apart, or not, as they should be", None, pairs),
-            row(f"keys of {len(tokens) + 3} tokens: full blocks only", 64, len(learner([7] * (len(tokens) + 3), size))),
+            row(f"keys of {len(tokens) + 2} tokens: full blocks only", 64, len(learner([7] * (len(tokens) + 2), size))),
             row(f"tokens read for {len(tokens)} tokens: each once", len(tokens), tokens.reads, tolerance=1.0),
         ],
     )
@@ -122,8 +124,8 @@ def _pairs(size: int):
 
 def _bits(keys: Any) -> int:
     """Bits in which the keys differ at most; 64 where that cannot be seen."""
-    if all(isinstance(key, int) for key in keys):
-        return max(key.bit_length() for key in keys)
+    if all(isinstance(key, Integral) for key in keys):
+        return max(int(key).bit_length() for key in keys)
     if all(isinstance(key, (bytes, str)) for key in keys):
         return max(len(key) * (8 if isinstance(key, bytes) else 4) for key in keys)  # text: hexadecimal digits
     return 64
@@ -211,6 +213,7 @@ def check_find_prefix(learner: Callable) -> Receipt:
             more = f" ({left} tokens would be left to compute: a query of length 0)" if left < 1 else ""
             raise CheckFailed(f"you found blocks {list(found)} where {list(right)} are right: {why}{more}")
         cases += 1
+    size = random.randint(5, 9)
     long = [t for _ in range(20) for t in draw()]
     keys = ANSWERS.block_keys(long, size)
     blocks = random.sample(range(100), 20)

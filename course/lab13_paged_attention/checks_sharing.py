@@ -28,10 +28,11 @@ ANSWERS = answers_of("13_paged_attention")
 )
 def check_copy_on_write(learner: Callable) -> list[Row]:
     rows: list[Row] = []
-    size = random.choice((3, 4))
-    for prompt, samples, answer in ((2 * size + 1, 3, 4), (2 * size, 3, 4), (size - 1, 2, 1), (3 * size + 2, 1, 3)):
-        rows += _fork_and_write(learner, prompt, samples, answer, size)
-    rows += _fork_and_write(learner, 2 * size, 3, 2, size, reserved=True)
+    sizes = random.sample(range(3, 9), 5)
+    cases = ((2, 1, 3, 4), (2, 0, 3, 4), (1, -1, 2, 1), (3, 2, 1, 3))
+    for size, (full, more, samples, answer) in zip(sizes, cases, strict=False):
+        rows += _fork_and_write(learner, full * size + more, samples, answer, size)
+    rows += _fork_and_write(learner, 2 * sizes[-1], 3, 2, sizes[-1], reserved=True)
     return rows
 
 
