@@ -70,7 +70,11 @@ def check_block_keys(learner: Callable) -> Receipt:
         "your keys",
         [
             row("pairs of token rows told apart, or not, as they should be", None, pairs),
-            row(f"keys of {len(tokens) + 2} tokens: full blocks only", 64, len(learner([7] * (len(tokens) + 2), size))),
+            row(
+                f"keys of {len(tokens) + size - 1} tokens: full blocks only",
+                64,
+                len(learner([7] * (len(tokens) + size - 1), size)),
+            ),
             row(f"tokens read for {len(tokens)} tokens: each once", len(tokens), tokens.reads, tolerance=1.0),
         ],
     )
@@ -90,6 +94,9 @@ def _pairs(size: int):
     )
     yield (a + b + c, {}), (b + a + c, {}), 0, "the order of the blocks before counts: chain them"
     yield (a + a, {}), (a + b, {}), 1, "only the first blocks are equal"
+    for place in range(size):
+        other = [t + (index == place) for index, t in enumerate(a)]
+        yield (a + b, {}), (other + b, {}), 0, f"token {place} of the block differs: hash every token of it"
     other = [t ^ 0x100 for t in a]
     yield (a, {}), (other, {}), 0, f"token {a[0]} is not token {other[0]}, though their last byte is: hash whole ids"
     ordered = sorted(set(a)) if len(set(a)) == size else list(range(size))
@@ -201,6 +208,13 @@ def check_find_prefix(learner: Callable) -> Receipt:
             chain,
             [],
             "the entry is no first block: its parent is a block, and yours has none",
+        ),
+        (
+            [*a, *x, *b, *tail],
+            ["a", "ax", "ab"],  # the third hash collides with that of (a, b), and its parent is your first block
+            chain,
+            ids[:1],
+            "the second block is not cached: what comes after a hole cannot be used",
         ),
         ([*a, *b], ["a", "ab"], chain, ids[:1], "the whole prompt is cached, but its last token's logits are wanted"),
         ([*a], ["a"], chain, [], "the whole prompt is cached, but its last token's logits are wanted"),

@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
-from types import SimpleNamespace
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
@@ -14,6 +13,7 @@ from course.lab14_continuous_batching import experiments_breaks
 from course.lab14_continuous_batching.experiments import Flight, play, requests
 from course.shared.diagnose import expect, expect_list
 from minillm.serve import Scheduler
+from minillm.serve.run.recorder import StepRecord
 
 ANSWERS = answers_of("14_continuous_batching")
 SEEDS = 200  # runs among which six must show the fault
@@ -99,7 +99,7 @@ def check_diagnose(learner: Callable) -> Receipt:
                     )
         rows.append(row(f"{fault}: recognised, of 6 flights", 6, right))
     for name, (records, right) in _BY_HAND.items():
-        if (found := learner(list(records), {"0": 2, "1": 9})) != right:
+        if (found := learner(_numbered(records), {"0": 2, "1": 9})) != right:
             raise CheckFailed(f"{name}: you say '{found}', it is '{right}'")
     return receipt("five schedulers, 30 flights", rows)
 
@@ -111,8 +111,14 @@ def _first_shown(flight: Flight, fault: str) -> Sequence:
     return flight.records[: shown + 1]
 
 
-def _step(batch: list, sampled: int, **names: list[str]) -> SimpleNamespace:
-    return SimpleNamespace(batch=batch, sampled=sampled, **{"admitted": [], "preempted": [], "ended": []} | names)
+def _step(batch: list, sampled: int, **names: list[str]) -> dict:
+    return {"batch": batch, "sampled": sampled, "admitted": [], "preempted": [], "ended": [], **names}
+
+
+def _numbered(steps: Sequence[dict]) -> list[StepRecord]:
+    """Records of a flight: a step each 10 ms, two sequences."""
+    rest = {"seconds": 0.01, "running": 2, "waiting": 0, "free": 9, "cached": 0, "used": 3}
+    return [StepRecord(step=number, started=0.01 * number, **rest, **each) for number, each in enumerate(steps)]
 
 
 # Request 0 decodes while request 1 prefills in pieces; then it gives its blocks up, or ends.
