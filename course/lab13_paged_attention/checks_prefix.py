@@ -66,6 +66,7 @@ def check_block_keys(learner: Callable) -> Receipt:
             f"right, but for {len(tokens)} tokens it reads {tokens.reads:,}: all before again for every block. "
             "The key of the block before already stands for all of it"
         )
+    longer = [7] * (len(tokens) + size - 1)
     return receipt(
         "your keys",
         [
