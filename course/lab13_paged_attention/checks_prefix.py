@@ -71,11 +71,7 @@ def check_block_keys(learner: Callable) -> Receipt:
         "your keys",
         [
             row("pairs of token rows told apart, or not, as they should be", None, pairs),
-            row(
-                f"keys of {len(tokens) + size - 1} tokens: full blocks only",
-                64,
-                len(learner([7] * (len(tokens) + size - 1), size)),
-            ),
+            row(f"keys of {len(longer)} tokens: full blocks only", 64, len(learner(longer, size))),
             row(f"tokens read for {len(tokens)} tokens: each once", len(tokens), tokens.reads, tolerance=1.0),
         ],
     )
