@@ -50,7 +50,7 @@ def _judge_accumulate(learner: Callable, count: int) -> Receipt:
         raise CheckFailed(f"The gradient is not that of one big batch: it is off by {off:.0%}.", evidence=found)
     if not isinstance(mine.loss, (int, float, Tensor)) or abs(float(mine.loss) - right.loss) > 1e-9:
         raise CheckFailed(f"right gradients, but you returned {mine.loss!r}: the mean loss is {right.loss:.6f}")
-    if isinstance(mine.loss, Tensor) and mine.loss.requires_grad:
+    if mine.has_graph:
         raise CheckFailed(
             "right gradients, but the loss you return carries the graph of every microbatch, which keeps it all alive: "
             "add up numbers (nll.item()), the exercise asks for a float"

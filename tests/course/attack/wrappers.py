@@ -8,7 +8,6 @@ import copy
 import functools
 import inspect
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.course.attack.alterations import ALTERED, each_number, is_float_tensor
 
 
 def recorded(function: Callable, path: str) -> Callable:
@@ -122,7 +123,7 @@ def on_copies(function: Callable) -> Callable:
 
 
 def on_result(function: Callable, name: str) -> Callable:
-    """The result, altered by the function of that name below."""
+    """The result, altered in the way of that name in alterations.py."""
 
     def call(*args, **kwargs):
         return ALTERED[name](function(*args, **kwargs))
@@ -135,12 +136,12 @@ def in_dtype(function: Callable, dtype: str) -> Callable:
     other = getattr(torch, dtype)
 
     def call(*args, **kwargs):
-        given = {x.dtype for x in args if _is_float_tensor(x)}
+        given = {x.dtype for x in args if is_float_tensor(x)}
         if len(given) != 1 or given == {torch.bfloat16}:
             return function(*args, **kwargs)
         result = function(*(_cast(x, other) for x in args), **kwargs)
         back = given.pop()
-        return _each(result, lambda x: x.to(back) if _is_float_tensor(x) and x.dtype == other else x)
+        return each_number(result, lambda x: x.to(back) if is_float_tensor(x) and x.dtype == other else x)
 
     return _named(call, function)
 
@@ -162,110 +163,6 @@ def waited(handle: Any) -> Any:
     return handle
 
 
-def _scaled(value: Any) -> Any:
-    return _each(value, lambda x: x * 1.003 if isinstance(x, float) or _is_float_tensor(x) else x)
-
-
-def _not_a_number(value: Any) -> Any:
-    return _each(value, lambda x: x * float("nan") if isinstance(x, float) or _is_float_tensor(x) else x)
-
-
-def _one_not_a_number(value: Any) -> Any:
-    def spoil(x: Any) -> Any:
-        if not _is_float_tensor(x) or not x.numel():
-            return x
-        x = x.clone()
-        x.reshape(-1)[-1] = float("nan") if x.is_contiguous() else x.reshape(-1)[-1]
-        return x
-
-    return _each(value, spoil)
-
-
-def _shorter(value: Any) -> Any:
-    return value[:-1] if isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.dim()) else value
-
-
-def _longer(value: Any) -> Any:
-    if isinstance(value, (list, tuple)) and value:
-        return type(value)([*value, value[-1]])
-    return torch.cat([value, value[-1:]]) if isinstance(value, Tensor) and value.dim() else value
-
-
-def _reversed(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(reversed(value))
-    return value.flip(0) if isinstance(value, Tensor) and value.dim() else value
-
-
-def _more_keys(value: Any) -> Any:
-    return {**value, "another": next(iter(value.values()), None)} if isinstance(value, dict) else value
-
-
-def _fewer_keys(value: Any) -> Any:
-    return dict(list(value.items())[:-1]) if isinstance(value, dict) else value
-
-
-def _one_more_axis(value: Any) -> Any:
-    return _each(value, lambda x: x[None] if isinstance(x, Tensor) else x)
-
-
-def _flat(value: Any) -> Any:
-    return _each(value, lambda x: x.flatten() if isinstance(x, Tensor) else x)
-
-
-# Right all the same: each must pass.
-
-
-def _strided(value: Any) -> Any:
-    """Tensors whose elements lie apart."""
-
-    def spread(x: Any) -> Any:
-        wide = x.new_zeros(*x.shape, 2)
-        wide[..., 0] = x
-        return wide[..., 0]
-
-    return _each(value, lambda x: spread(x.detach()) if isinstance(x, Tensor) and not x.requires_grad else x)
-
-
-def _other_sequence(value: Any) -> Any:
-    return tuple(value) if type(value) is list else list(value) if type(value) is tuple else value
-
-
-def _ordered(value: Any) -> Any:
-    return OrderedDict(value) if type(value) is dict else value
-
-
-def _numpy_numbers(value: Any) -> Any:
-    def numpied(x: Any) -> Any:
-        tensor = torch.tensor(x, dtype=torch.float64) if type(x) is float else torch.tensor(x)
-        return tensor.numpy()[()]
-
-    return _each(value, lambda x: numpied(x) if type(x) in (int, float) else x)
-
-
-def _cloned(value: Any) -> Any:
-    return _each(value, lambda x: x.clone() if isinstance(x, Tensor) else x)
-
-
-ALTERED = {
-    "scaled by 1.003": _scaled,
-    "all not a number": _not_a_number,
-    "last not a number": _one_not_a_number,
-    "one shorter": _shorter,
-    "one longer": _longer,
-    "in reverse": _reversed,
-    "a key more": _more_keys,
-    "a key less": _fewer_keys,
-    "one axis more": _one_more_axis,
-    "flattened": _flat,
-    "strided": _strided,
-    "list for tuple": _other_sequence,
-    "an ordered dict": _ordered,
-    "numbers of NumPy": _numpy_numbers,
-    "cloned": _cloned,
-}
-
-
 def swapped_sum(a: Any, b: Any) -> Any:
     """b + a where that is the same, else a + b."""
     plain = (int, float, Tensor)
@@ -274,7 +171,7 @@ def swapped_sum(a: Any, b: Any) -> Any:
 
 def other_sum(x: Any, *args: Any, **kwargs: Any) -> Any:
     """x.sum(...) added up in float64."""
-    if not _is_float_tensor(x):
+    if not is_float_tensor(x):
         return x.sum(*args, **kwargs)
     return x.double().sum(*args, **kwargs).to(x.dtype)
 
@@ -291,21 +188,8 @@ def _named(call: Callable, function: Callable) -> Callable:
     return call
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` of all numbers and tensors in lists, tuples and dicts."""
-    if type(value) in (list, tuple):
-        return type(value)(_each(x, change) for x in value)
-    if type(value) is dict:
-        return {key: _each(x, change) for key, x in value.items()}
-    return change(value)
-
-
-def _is_float_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype.is_floating_point
-
-
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return _each(value, lambda x: x.to(dtype) if _is_float_tensor(x) else x)
+    return each_number(value, lambda x: x.to(dtype) if is_float_tensor(x) else x)
 
 
 def _frozen(value: Any) -> Any:
