@@ -3,6 +3,7 @@
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from numbers import Integral
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
@@ -66,6 +67,8 @@ def _fork_and_write(
                     f"{position // size + 1} are needed: change the list that you were given, and look whether the "
                     "block is there already"
                 )
+            if not all(isinstance(block, Integral) for block in table):
+                raise CheckFailed(f"{case}: for position {position} the table is {table}: it holds numbers of blocks")
             if pool.references != [sum(b in other for other in tables) for b in range(40)]:
                 raise CheckFailed(
                     f"{case}: after position {position} of sample {sample} the counts of holders and the tables "

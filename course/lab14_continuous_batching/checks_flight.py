@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
+from numbers import Real
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
@@ -48,6 +49,7 @@ def check_latencies(learner: Callable) -> Receipt:
         for name, history in flight.histories.items():
             where = f"{how}: request {name}, a prompt of {history.prompt} and {len(history.tokens)} tokens"
             mine = expect_list(found[name], "(ttft, tpot, worst gap)", f"{where}: you", count=3)
+            expect(all(isinstance(one, Real) for one in mine), mine, "three numbers of seconds", f"{where}: you")
             due = (history.ttft, history.tpot, history.worst_gap)
             for what, one, right in zip(("TTFT", "TPOT", "the worst gap"), mine, due, strict=True):
                 if not abs(one - right) <= 1e-9 + 1e-6 * right:  # NaN, too
