@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python; do \
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE # images set it, and every kernel and rank would compile the package anew
 
-.PHONY: setup lab test full quick notebooks figures book wheel cuda lint clean
+.PHONY: setup lab test full mutants quick notebooks figures book wheel cuda lint clean
 
 $(VENV)/.ready: requirements.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or 3.12 found. Install one, or say which: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
@@ -40,6 +40,10 @@ test: lint
 # What `make test` leaves out. PROOF=all runs everything, and more of all that is drawn or counted; that takes hours.
 full: $(VENV)/.ready $(VENV)/.book
 	$(if $(PROOF),export MINILLM_PROOF=$(PROOF); )$(call pytest,$(if $(PROOF),,-m full))
+
+# Every mutant, cheat and right variant of every exercise's answer against its check; goes on where it stopped.
+mutants: $(VENV)/.ready
+	$(BIN)/python -m tests.course.attack $(LABS)
 
 # While you work: no notebook, no exercise.
 quick: lint

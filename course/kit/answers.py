@@ -63,10 +63,7 @@ class Answers:
 
         ValueError if a text does not stand there exactly once.
         """
-        text = self._master.read_text(encoding="utf-8")
-        first, last = _cell_of(text, exercise)
-        lines = text.splitlines(keepends=True)
-        cell = "".join(lines[first:last])
+        cell = self.cell(exercise)
         for old, new in edits.items():
             if cell.count(old) != 1:
                 raise ValueError(
@@ -74,6 +71,21 @@ class Answers:
                     "an edit needs a text that stands there once"
                 )
             cell = cell.replace(old, new)
+        return self.rewritten(exercise, cell)
+
+    def cell(self, exercise: str) -> str:
+        """The text of the cell that checks the exercise."""
+        text = self._master.read_text(encoding="utf-8")
+        first, last = _cell_of(text, exercise)
+        return "".join(text.splitlines(keepends=True)[first:last])
+
+    def place(self, exercise: str) -> tuple[str, int]:
+        """(the master's file, how many of its lines come before the cell that checks the exercise)."""
+        return self._file, _cell_of(self._master.read_text(encoding="utf-8"), exercise)[0]
+
+    def rewritten(self, exercise: str, cell: str) -> Any:
+        """What the master would hand to `check(exercise, ...)` if the cell that checks it had this text."""
+        first, last = _cell_of(self._master.read_text(encoding="utf-8"), exercise)
         edited = ast.increment_lineno(ast.parse(cell), first).body
         inside = [index for index, statement in enumerate(self._statements) if first < statement.lineno <= last]
         before, after = slice(inside[0]), slice(inside[-1] + 1, None)

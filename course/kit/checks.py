@@ -23,6 +23,7 @@ from course.kit.card import Card, show_card
 from course.kit.evidence import alike
 from course.kit.exercises import CheckFailed, Exercise, all_exercises, answers, find
 from course.kit.receipts import OPEN_ROWS, Receipt, Row, format_value, receipt
+from course.kit.untouched import watched
 
 PASSED_ROWS = 1  # of a passed exercise's receipt that are not folded, unless its verifier says `open_rows`
 
@@ -104,7 +105,7 @@ def verify(exercise: Exercise, candidate: Any, seed: int | None = None) -> Outco
         return Outcome("not attempted", "not attempted yet")
     try:
         with _seeded(random.SystemRandom().randrange(2**32) if seed is None else seed):
-            found = exercise.verify(candidate)
+            found = exercise.verify(watched(candidate, exercise.reference, exercise.changes, CheckFailed))
     except CheckFailed as failure:
         shown = receipt("", failure.rows) if failure.rows else None
         return Outcome("failed", str(failure), shown, failure.evidence)
@@ -180,6 +181,9 @@ def _place(exercise: Exercise) -> str:
 
 
 def _explain(error: Exception) -> str:
+    said = summary(error).partition("raised CheckFailed: ")[2]  # by the check itself, on another rank
+    if said:
+        return said
     line = learner_line(error)
     where = f"\nYour {line}" if line else "\n(raised where the check used what your code returned)"
     return f"it stopped with {summary(error)}{where}"

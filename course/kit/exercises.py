@@ -50,6 +50,7 @@ class Exercise:
     hints: tuple[str, ...]
     minutes: int
     difficulty: int
+    changes: tuple[str, ...] = ()  # parameters of its functions that the answer changes in place; all others stay
 
     def __post_init__(self):
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.name):
@@ -115,12 +116,20 @@ _answers: dict[tuple[str, str], Answer] = {}
 
 
 def exercise(
-    name: str, *, hints: Iterable[str], minutes: int, difficulty: int = 2, lab: str = "", reference: Any = None
+    name: str,
+    *,
+    hints: Iterable[str],
+    minutes: int,
+    difficulty: int = 2,
+    lab: str = "",
+    reference: Any = None,
+    changes: Iterable[str] = (),
 ) -> Callable[[Verifier], Verifier]:
     """Register the decorated verifier as exercise `name`.
 
     lab: default, the lab in whose folder the verifier stands. reference: only where the right answer is not the
-    solution in the lab's master.
+    solution in the lab's master. changes: parameters that the answer changes in place; a change of any other is
+    refused (untouched.py).
     """
 
     def register(verify: Verifier) -> Verifier:
@@ -130,7 +139,7 @@ def exercise(
                 f"exercise '{name}' is already registered in {known.verify.__module__}; choose another name"
             )
         home = lab or course.lab_of(verify.__module__)
-        _exercises[name] = Exercise(name, home, verify, reference, tuple(hints), minutes, difficulty)
+        _exercises[name] = Exercise(name, home, verify, reference, tuple(hints), minutes, difficulty, tuple(changes))
         return verify
 
     return register

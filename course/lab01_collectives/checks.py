@@ -83,6 +83,7 @@ def _gathered(cost: Callable[..., comms.Cost]) -> Callable[..., comms.Cost]:
 
 @exercise(
     "ring-all-reduce",
+    changes=("x",),
     minutes=5,
     difficulty=1,
     hints=(
@@ -111,6 +112,7 @@ def check_all_reduce(learner: Callable) -> Receipt:
 
 @exercise(
     "tree-broadcast",
+    changes=("x",),
     minutes=15,
     difficulty=3,
     hints=(
@@ -138,6 +140,7 @@ def check_broadcast(learner: Callable) -> Receipt:
 
 @exercise(
     "hierarchical-all-reduce",
+    changes=("x",),
     minutes=10,
     difficulty=3,
     hints=(

@@ -192,7 +192,7 @@ mistake(
     expect=r"holds part \d of rank \d; place i is for part 0",
 )
 mistake(
-    "all-to-all", "destroys-input", {"torch.empty_like(x)": "x"}, expect="changed its input x|holds the wrong parts"
+    "all-to-all", "destroys-input", {"torch.empty_like(x)": "x"}, expect="changed its input .x|holds the wrong parts"
 )
 
 

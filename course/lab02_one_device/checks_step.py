@@ -33,8 +33,12 @@ ANSWERS = answers_of("02_one_device")
     ),
 )
 def check_accumulate(learner: Callable) -> Receipt:
-    batches = watching.draw_microbatches(random.randint(3, 5))
-    watching.accumulated(learner, watching.draw_microbatches(2))  # nothing may be left over from other batches
+    first, second = (_judge_accumulate(learner, count) for count in random.sample(range(2, 7), 2))
+    return receipt(first.title, [*first.rows, *second.rows])
+
+
+def _judge_accumulate(learner: Callable, count: int) -> Receipt:
+    batches = watching.draw_microbatches(count)
     right, mine = (watching.accumulated(function, batches) for function in (ANSWERS.accumulate, learner))
     single = watching.accumulated(ANSWERS.accumulate, batches[:1]).activation
     if any(gradient is None for gradient in mine.gradients):
@@ -46,6 +50,11 @@ def check_accumulate(learner: Callable) -> Receipt:
         raise CheckFailed(f"The gradient is not that of one big batch: it is off by {off:.0%}.", evidence=found)
     if not isinstance(mine.loss, (int, float, Tensor)) or not math.isclose(float(mine.loss), right.loss, rel_tol=1e-6):
         raise CheckFailed(f"right gradients, but you returned {mine.loss!r}: the mean loss is {right.loss:.6f}")
+    if mine.has_graph:
+        raise CheckFailed(
+            "right gradients, but the loss you return carries the graph of every microbatch, which keeps it all alive: "
+            "add up numbers (nll.item()), the exercise asks for a float"
+        )
     rows = [
         row("loss", right.loss, float(mine.loss), "nats", 1e-6),
         row("forward passes", len(batches), mine.calls),
@@ -117,6 +126,7 @@ def check_loss_scaling(learner: Callable) -> Receipt:
         due = (scaler.get_scale(), scaler._growth_tracker.item())
         stepping.judge_scale(step, tuple(map(float, result)), due, scale, good, interval, overflow)
         scale, good = due
+    stepping.judge_groups(learner)
     lost = (factors.half() == 0).float().mean().item()
     kept = ((factors * scale).half() == 0).float().mean().item()
     return receipt(
@@ -160,6 +170,7 @@ def check_recompute(learner: Any) -> Receipt:
             "step adds up gradients, they would count twice. Use torch.autograd.grad inside"
         )
     stepping.judge_odd_blocks(learner)
+    stepping.judge_first_block(learner)
     inputs = layers * tokens * hidden * 8
     flops = mine["flops"] / right["flops"]  # fewer than 4/3 is fine: the block's last product need not run again
     rows = [
@@ -184,6 +195,7 @@ def check_recompute(learner: Any) -> Receipt:
 
 @exercise(
     "clip-global-norm",
+    changes=("shards",),
     minutes=8,
     difficulty=2,
     hints=(

@@ -183,6 +183,14 @@ def clears_after(loss, optimizer, scale, good_steps, interval):
     return found
 
 
+mistake(
+    "loss-scaling",
+    "the first parameter group only",
+    {"for group in optimizer.param_groups for": "for group in optimizer.param_groups[:1] for"},
+    expect="two parameter groups",
+)
+
+
 @alternative("loss-scaling", "looks before it unscales, takes gradients from autograd.grad")
 def looks_first(loss, optimizer, scale, good_steps, interval):
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]

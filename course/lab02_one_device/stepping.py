@@ -1,6 +1,8 @@
 """How lab 02's checks judge single pieces of a step: loss scaling, recomputed blocks, clipping."""
 
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +57,37 @@ def judge_scale(
     if not over and found[0] < due[0]:
         raise CheckFailed(f"{said}: after {interval} good steps in a row it doubles, to stay as high as it can")
     raise CheckFailed(f"{said}: the count of good steps starts again at 0 whenever the scale changes")
+
+
+def judge_groups(learner: Callable) -> None:
+    """CheckFailed unless every parameter of every group is unscaled, and an overflow in any of them counts."""
+    weights = [nn.Parameter(torch.ones(numel)) for numel in (3, 2, 4)]
+    optimizer = torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:]}], lr=1.0)
+    for overflow in (False, True):
+        optimizer.zero_grad()
+        loss = sum(
+            (weight * (2.0**-4 if weight is not weights[-1] or not overflow else math.inf)).sum() for weight in weights
+        )
+        before = [weight.detach().clone() for weight in weights]
+        interval = random.randint(6, 40)
+        scale, good = map(float, learner(loss, optimizer, 2.0**6, interval - 1, interval))
+        due = [weight - (0.0 if overflow else 2.0**-4) for weight in before]
+        if all(map(torch.equal, weights, due)) and (scale, good) == (2.0 ** (5 if overflow else 7), 0):
+            continue
+        if not overflow and all(map(torch.equal, weights, due)):
+            raise CheckFailed(
+                f"good step number {interval} in a row, interval {interval}: you returned ({scale:g}, {good:g}), it "
+                "should be (128, 0) after a scale of 64"
+            )
+        if overflow:
+            raise CheckFailed(
+                "two parameter groups, and a gradient of the last one is inf: skip the step and halve the scale, "
+                "whichever group overflows"
+            )
+        raise CheckFailed(
+            "two parameter groups of three parameters: not all were updated with their own gradient. Unscale every "
+            "parameter of every group"
+        )
 
 
 # Recomputation.
@@ -117,6 +150,23 @@ def judge_recomputed(name: str, mine: Sequence[Tensor | None], right: Sequence[T
     if all(torch.allclose(a, b) for a, b in zip(mine, right, strict=True)):
         return
     raise CheckFailed(f"the gradient of {what} is wrong: does the gradient from above go into the recomputed block?")
+
+
+def judge_first_block(function: Any) -> None:
+    """CheckFailed unless a first block, whose input needs no gradient, has those of its parameters."""
+    block, x = nn.Linear(6, 3).double(), torch.randn(5, 6, dtype=torch.float64)
+    due = torch.autograd.grad(block(x).square().sum(), list(block.parameters()))
+    try:
+        function.apply(block, x, *block.parameters()).square().sum().backward()
+    except RuntimeError as error:
+        raise CheckFailed(
+            f"a block whose input is data, without a gradient: backward stopped ({str(error).splitlines()[0]}). Detach "
+            "what you saved and let the copy require a gradient"
+        ) from None
+    if not all(torch.allclose(parameter.grad, right) for parameter, right in zip(block.parameters(), due, strict=True)):
+        raise CheckFailed("a block whose input is data, without a gradient: the gradients of its parameters are wrong")
+    if x.requires_grad:
+        raise CheckFailed("backward made the block's input require a gradient: detach it first, it is the caller's")
 
 
 # Clipping.

@@ -80,6 +80,7 @@ class Accumulated:
     gradients: list[Tensor | None]
     calls: int
     activation: int
+    has_graph: bool = False  # whether the loss that came back can still be differentiated
 
 
 def draw_microbatches(count: int) -> list[Microbatch]:
@@ -100,5 +101,6 @@ def accumulated(accumulate: Callable, batches: Sequence[Microbatch]) -> Accumula
     with memory(model) as census:
         loss = accumulate(model, list(batches))
     gradients = [parameter.grad for parameter in model.parameters()]
+    has_graph = isinstance(loss, Tensor) and loss.requires_grad
     loss = loss.detach() if isinstance(loss, Tensor) else loss
-    return Accumulated(loss, gradients, model.calls, census.peak.activation)
+    return Accumulated(loss, gradients, model.calls, census.peak.activation, has_graph)

@@ -162,6 +162,7 @@ def _far(found: Tensor, right: Tensor) -> bool:
 
 @exercise(
     "top-k-error-feedback",
+    changes=("gradient", "residual"),
     minutes=20,
     difficulty=4,
     hints=(

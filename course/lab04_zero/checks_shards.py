@@ -29,6 +29,7 @@ FORMULA = (
 
 @exercise(
     "clip-across-shards",
+    changes=("gradient",),
     minutes=10,
     difficulty=2,
     hints=(
@@ -171,6 +172,7 @@ def _resume(case: Flat, state: Any, name: str) -> bool:
 
 @exercise(
     "offload-adam",
+    changes=("weights",),
     minutes=15,
     difficulty=2,
     hints=(

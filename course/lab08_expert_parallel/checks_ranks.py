@@ -147,6 +147,7 @@ def _judge_bytes(case: Rows, found: Sequence[ExchangeRecord]) -> list:
 
 @exercise(
     "expert-gradients",
+    changes=("experts", "router"),
     minutes=15,
     difficulty=4,
     hints=(

@@ -150,6 +150,7 @@ class Batch:
 
 @exercise(
     "same-branch",
+    changes=("gradient",),
     minutes=10,
     difficulty=2,
     hints=(

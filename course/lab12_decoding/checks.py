@@ -33,6 +33,7 @@ ANSWERS = answers_of("12_decoding")
 
 @exercise(
     "cached-attention",
+    changes=("keys", "values"),
     minutes=20,
     difficulty=3,
     hints=(
@@ -45,7 +46,7 @@ ANSWERS = answers_of("12_decoding")
 @one_thread()
 def check_attend(learner: Any) -> Receipt:
     rows: list[Row] = []
-    for heads, kv_heads, d in ((4, 2, 8), (6, 1, 4), (4, 4, 6)):
+    for heads, kv_heads, d in ((4, 2, 8), (6, 1, 4), (4, 4, 6), (10, 5, 4)):
         new = [random.randint(3, 6), 1, 1, random.randint(2, 4), 1]
         draw = torch.Generator().manual_seed(random.getrandbits(32))
         room = sum(new) + random.randint(2, 5)
@@ -136,10 +137,10 @@ def _judge_output(who: str, found: Any, wanted: Tensor, start: int) -> None:
 @one_thread()
 def check_generate(learner: Any) -> Receipt:
     rows: list[Row] = []
-    for _ in range(2):
+    for count in random.sample(range(5, 11), 2):
         config = ModelConfig(61, 32, 48, 2, 4, 2, max_seq_len=64, init_std=0.3)
         model = Transformer(config, seed=random.getrandbits(30), dtype=torch.float64)
-        prompt, count = [random.randrange(61) for _ in range(random.randint(4, 9))], random.randint(5, 9)
+        prompt = [random.randrange(61) for _ in range(random.randint(4, 9))]
         cache, watched = Cache(config, 40, ANSWERS.attend, torch.float64), WatchedModel(model)
         with torch.no_grad():
             found = learner(watched, list(prompt), count, cache)
@@ -151,6 +152,13 @@ def check_generate(learner: Any) -> Receipt:
             raise CheckFailed(_say_answer(answer, right, watched, prompt), rows)
         if off := [each for each in rows if each.verdict == "off"]:
             raise CheckFailed(_say_waste(off[0], watched, prompt, count), rows)
+        stood = [position for _, positions, _ in watched.passes for position in positions]
+        if stood != list(range(len(stood))):  # a rotation sees differences alone: shifted tokens find the same answer
+            raise CheckFailed(
+                f"right tokens, but they went in at positions {stood}: the prompt begins at position 0, and each new "
+                "token stands at the place behind all before it",
+                rows,
+            )
     return receipt("what generating took", rows)
 
 

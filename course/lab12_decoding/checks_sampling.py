@@ -38,7 +38,7 @@ def check_nucleus(learner: Any) -> list[Row]:
     random.shuffle(exact)
     cases = [("on the edge", exact, 0.75), ("within", exact, 0.8), ("a tiny top_p", exact, 0.01), ("all", exact, 1.0)]
     cases.append(("equals at the border", [0.4, 0.2, 0.2, 0.2], 0.5))
-    for size in (5, 8):
+    for size in (random.randint(5, 7), random.randint(8, 11), random.randint(60, 90)):
         cases.append((f"{size} random tokens", _random_shares(size), random.uniform(0.3, 0.9)))
     found = [learner(torch.tensor(shares, dtype=torch.float64), top_p) for _, shares, top_p in cases]
     for (_, shares, _), kept in zip(cases, found, strict=True):
@@ -76,7 +76,10 @@ def _random_shares(size: int) -> list[float]:
 
 
 def fewest(shares: Sequence[float], top_p: float) -> set[int]:
-    """By enumeration: of the smallest sets that sum to top_p, the likeliest."""
+    """By enumeration: of the smallest sets that sum to top_p, the likeliest. A large vocabulary is sorted instead."""
+    if len(shares) > 12:
+        ordered = sorted(shares, reverse=True)
+        return _first_of_equals(shares, next(k for k in range(1, len(shares)) if math.fsum(ordered[:k]) >= top_p))
     for size in range(1, len(shares) + 1):
         best = max(itertools.combinations(range(len(shares)), size), key=lambda chosen: sum(shares[i] for i in chosen))
         if sum(shares[i] for i in best) >= top_p - 1e-12:
@@ -139,7 +142,7 @@ def _possible(shares: Sequence[float]) -> int:
 def _wide_logits(temperature: float, top_k: int | None, top_p: float) -> list[float]:
     """Random logits whose nucleus is not on an edge and has another size at temperature 1: the order matters."""
     while True:
-        logits = [random.gauss(0, 2.0) + 3.0 for _ in range(9)]
+        logits = [random.gauss(0, 2.0) + 3.0 for _ in range(random.randint(7, 10))]
         shares = by_hand(logits, temperature or 1.0, top_k, 1.0)
         sums = itertools.accumulate(sorted(shares, reverse=True))
         if top_p == 1 or not temperature:

@@ -5,7 +5,8 @@ compared with the engine's own, on a clock that the check moves.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def check_kv_bytes(learner: Any) -> list[Row]:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 # Bytes and FLOPs of a step.
@@ -80,18 +81,20 @@ def _number(value: Any) -> bool:
 @one_thread()
 def check_decode_step(learner: Callable) -> Receipt:
     rows, evidence = [], []
-    peak, bandwidth = random.uniform(50e9, 90e9), random.uniform(8e9, 15e9)
-    for batch, context, kv_heads in ((1, 9, 4), (3, 300, 4), (64, 5, 1)):
+    cases = [(1, 9, 4, torch.float32), (3, 300, 4, torch.float64), (64, 5, 1, torch.float32)]
+    cases.append((random.randint(2, 9), random.randint(20, 90), 2, torch.bfloat16))
+    for batch, context, kv_heads, dtype in cases:
+        peak, bandwidth = random.uniform(50e9, 90e9), random.uniform(8e9, 15e9)
         config = ModelConfig(256, 128, 384, 2, 4, kv_heads, max_seq_len=512, tie_embeddings=True)
-        weights, kv = matmul_parameters(config), kv_bytes_per_token(config, 4)
-        found = learner(weights, kv, batch, context, 4, peak, bandwidth)
+        weights, kv = matmul_parameters(config), kv_bytes_per_token(config, dtype.itemsize)
+        found = learner(weights, kv, batch, context, dtype.itemsize, peak, bandwidth)
         if not isinstance(found, tuple | list) or len(found) != 3 or not all(map(_number, found)):
             raise CheckFailed("the exercise asks for three numbers: (bytes read, FLOPs, tokens per second)")
         evidence.append(list(found))
-        read, flops = one_step(config, batch, context)
-        most = ANSWERS.decode_step(weights, kv, batch, context, 4, peak, bandwidth)[2]
+        read, flops = one_step(config, batch, context, dtype)
+        most = ANSWERS.decode_step(weights, kv, batch, context, dtype.itemsize, peak, bandwidth)[2]
         rows += [
-            row(f"batch {batch}, context {context}: bytes read", found[0], read, "B", tolerance=0.02),
+            row(f"batch {batch}, context {context}, {dtype}: bytes read", found[0], read, "B", tolerance=0.02),
             row("    FLOPs with the weights", found[1], flops),
             row("    tokens per second at most", most, found[2], "tok/s", tolerance=1e-6),
         ]
@@ -103,10 +106,10 @@ def check_decode_step(learner: Callable) -> Receipt:
     return receipt("a decode step, counted on a real one", rows)
 
 
-def one_step(config: ModelConfig, batch: int, context: int) -> tuple[int, int]:
+def one_step(config: ModelConfig, batch: int, context: int, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
     """(bytes of weights and cache read, FLOPs with the weights) of a decode step at the last place of `context`."""
-    model = Transformer(config)
-    cache = KVCache(config, context, batch=batch)
+    model = Transformer(config, dtype=dtype)
+    cache = KVCache(config, context, batch=batch, dtype=dtype)
     cache.keys.zero_(), cache.values.zero_()
     tokens, positions = torch.zeros(batch, 1, dtype=torch.long), torch.tensor([context - 1])
     with torch.no_grad():
@@ -131,7 +134,12 @@ def one_step(config: ModelConfig, batch: int, context: int) -> tuple[int, int]:
 )
 @one_thread()
 def check_latencies(learner: Callable) -> Receipt:
-    log, timings = served()
+    first, second = served(), served([random.randint(2, 5) for _ in range(random.randint(6, 8))] + [1])
+    rows = _judge_latencies(learner, *first)
+    return receipt("two logs of the engine", [*rows, *_judge_latencies(learner, *second)])
+
+
+def _judge_latencies(learner: Callable, log: Log, timings: dict) -> list[Row]:
     found = learner(list(log))
     if not isinstance(found, dict) or set(found) != set(timings):
         raise CheckFailed(f"the exercise asks for a dict with a pair for each of {sorted(timings)}")
@@ -147,18 +155,18 @@ def check_latencies(learner: Callable) -> Receipt:
                 wrong.append(f"{request}: you say {what} {mine}, the engine says {due}.")
     if wrong:
         raise CheckFailed(wrong[0], rows, evidence={name: list(pair) for name, pair in found.items()})
-    return receipt("a log of the engine", rows)
+    return rows
 
 
-def served() -> tuple[Log, dict[str, tuple[float, float | None]]]:
+def served(answers: Sequence[int] = (6, 1, 4, 2, 3)) -> tuple[Log, dict[str, tuple[float, float | None]]]:
     """A log of minillm's engine and its own latencies. Two run at a time, so others wait; the clock moves by steps."""
     now = [random.uniform(5, 50)]
     model = Transformer(ModelConfig(61, 16, 32, 1, 2, max_seq_len=64))
-    engine, log, timings, answers = LLM(model, clock=lambda: now[0], max_num_seqs=2), [], {}, [6, 1, 4, 2, 3]
+    engine, log, timings, requests = LLM(model, clock=lambda: now[0], max_num_seqs=2), [], {}, len(answers)
     while answers or engine.unfinished:
         for answer in answers[:2]:
             prompt = [random.randrange(61) for _ in range(random.randint(2, 7))]
-            name = f"request {6 - len(answers)}"
+            name = f"request {requests + 1 - len(answers)}"
             answers = answers[1:]
             engine.add(prompt, SamplingParams(max_tokens=answer, ignore_eos=True), request_id=name)
             log.append((now[0], name, "arrived"))

@@ -29,7 +29,12 @@ ANSWERS = answers_of("13_paged_attention")
     ),
 )
 def check_slot_mapping(learner: Callable) -> Receipt:
-    block_size = random.choice((3, 4, 5))
+    small, large = random.choice((3, 4)), random.choice((5, 6, 7))
+    first, second = _mapped(learner, small), _mapped(learner, large)
+    return receipt(first.title, [*first.rows, *second.rows])
+
+
+def _mapped(learner: Callable, block_size: int) -> Receipt:
     lengths = [random.randint(block_size + 1, 4 * block_size) for _ in range(3)]
     ids = random.sample(range(1, 40), sum(predict.blocks_for(n, block_size) for n in lengths))
     memory: dict[int, tuple[int, int]] = {}
@@ -118,7 +123,7 @@ def check_pool(learner: Callable) -> Receipt:
 
 
 def _judge_refusals(learner: Callable) -> None:
-    pool = learner(3)
+    pool, other = learner(3), learner(7)
     blocks = [pool.allocate() for _ in range(3)]
     if sorted(blocks) != [0, 1, 2]:
         raise CheckFailed(f"three allocations from 3 blocks gave {blocks}: each of 0, 1, 2 once, please")
@@ -128,6 +133,12 @@ def _judge_refusals(learner: Callable) -> None:
     pool.release(blocks[0])
     _expect(ValueError, lambda: pool.release(blocks[0]), "release a block twice: two tables would get it")
     _expect(ValueError, lambda: pool.share(blocks[0]), "share a free block: it holds no sequence's keys")
+    others = sorted(other.allocate() for _ in range(7))
+    if others != list(range(7)) or _counts(pool, 3) != [int(block != blocks[0]) for block in range(3)]:
+        raise CheckFailed(
+            f"a second pool, of 7 blocks, gave out {others}, and references of the first are {_counts(pool, 3)}: each "
+            "pool needs a list of its own (self.references, self.free), made in __init__"
+        )
 
 
 def _expect(error: type[Exception], call: Callable, what: str) -> None:

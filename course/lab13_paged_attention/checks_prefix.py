@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from course.kit.answers import answers_of
@@ -51,6 +52,7 @@ def check_block_keys(learner: Callable) -> Receipt:
             at = next(i for i, pair in enumerate(zip(same, wanted, strict=True)) if pair[0] != pair[1])
             raise CheckFailed(f"block {at} of {_say(a)} and of {_say(b)} {_wrong(same[at])}: {why}")
         pairs += 1
+    size = random.choice((3, 5, 6, 7, 9))
     tokens = Read([random.randrange(32_000) for _ in range(64 * size)])
     bits = _bits(learner(tokens, size))
     if bits < 60:
@@ -64,11 +66,12 @@ def check_block_keys(learner: Callable) -> Receipt:
             f"right, but for {len(tokens)} tokens it reads {tokens.reads:,}: all before again for every block. "
             "The key of the block before already stands for all of it"
         )
+    longer = [7] * (len(tokens) + size - 1)
     return receipt(
         "your keys",
         [
             row("pairs of token rows told apart, or not, as they should be", None, pairs),
-            row(f"keys of {len(tokens) + 3} tokens: full blocks only", 64, len(learner([7] * (len(tokens) + 3), size))),
+            row(f"keys of {len(longer)} tokens: full blocks only", 64, len(learner(longer, size))),
             row(f"tokens read for {len(tokens)} tokens: each once", len(tokens), tokens.reads, tolerance=1.0),
         ],
     )
@@ -88,6 +91,9 @@ def _pairs(size: int):
     )
     yield (a + b + c, {}), (b + a + c, {}), 0, "the order of the blocks before counts: chain them"
     yield (a + a, {}), (a + b, {}), 1, "only the first blocks are equal"
+    for place in range(size):
+        other = [t + (index == place) for index, t in enumerate(a)]
+        yield (a + b, {}), (other + b, {}), 0, f"token {place} of the block differs: hash every token of it"
     other = [t ^ 0x100 for t in a]
     yield (a, {}), (other, {}), 0, f"token {a[0]} is not token {other[0]}, though their last byte is: hash whole ids"
     ordered = sorted(set(a)) if len(set(a)) == size else list(range(size))
@@ -122,8 +128,8 @@ def _pairs(size: int):
 
 def _bits(keys: Any) -> int:
     """Bits in which the keys differ at most; 64 where that cannot be seen."""
-    if all(isinstance(key, int) for key in keys):
-        return max(key.bit_length() for key in keys)
+    if all(isinstance(key, Integral) for key in keys):
+        return max(int(key).bit_length() for key in keys)
     if all(isinstance(key, (bytes, str)) for key in keys):
         return max(len(key) * (8 if isinstance(key, bytes) else 4) for key in keys)  # text: hexadecimal digits
     return 64
@@ -200,6 +206,13 @@ def check_find_prefix(learner: Callable) -> Receipt:
             [],
             "the entry is no first block: its parent is a block, and yours has none",
         ),
+        (
+            [*a, *x, *b, *tail],
+            ["a", "ax", "ab"],  # the third hash collides with that of (a, b), and its parent is your first block
+            chain,
+            ids[:1],
+            "the second block is not cached: what comes after a hole cannot be used",
+        ),
         ([*a, *b], ["a", "ab"], chain, ids[:1], "the whole prompt is cached, but its last token's logits are wanted"),
         ([*a], ["a"], chain, [], "the whole prompt is cached, but its last token's logits are wanted"),
         ([*a, 5], ["a"], chain, ids[:1], "one token is left to compute, that is enough"),
@@ -211,6 +224,7 @@ def check_find_prefix(learner: Callable) -> Receipt:
             more = f" ({left} tokens would be left to compute: a query of length 0)" if left < 1 else ""
             raise CheckFailed(f"you found blocks {list(found)} where {list(right)} are right: {why}{more}")
         cases += 1
+    size = random.randint(5, 9)
     long = [t for _ in range(20) for t in draw()]
     keys = ANSWERS.block_keys(long, size)
     blocks = random.sample(range(100), 20)

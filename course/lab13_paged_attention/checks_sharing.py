@@ -3,6 +3,7 @@
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from numbers import Integral
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
@@ -17,6 +18,7 @@ ANSWERS = answers_of("13_paged_attention")
 
 @exercise(
     "copy-on-write",
+    changes=("table",),
     minutes=10,
     difficulty=3,
     hints=(
@@ -27,10 +29,11 @@ ANSWERS = answers_of("13_paged_attention")
 )
 def check_copy_on_write(learner: Callable) -> list[Row]:
     rows: list[Row] = []
-    size = random.choice((3, 4))
-    for prompt, samples, answer in ((2 * size + 1, 3, 4), (2 * size, 3, 4), (size - 1, 2, 1), (3 * size + 2, 1, 3)):
-        rows += _fork_and_write(learner, prompt, samples, answer, size)
-    rows += _fork_and_write(learner, 2 * size, 3, 2, size, reserved=True)
+    sizes = random.sample(range(3, 9), 5)
+    cases = ((2, 1, 3, 4), (2, 0, 3, 4), (1, -1, 2, 1), (3, 2, 1, 3))
+    for size, (full, more, samples, answer) in zip(sizes, cases, strict=False):
+        rows += _fork_and_write(learner, full * size + more, samples, answer, size)
+    rows += _fork_and_write(learner, 2 * sizes[-1], 3, 2, sizes[-1], reserved=True)
     return rows
 
 
@@ -64,6 +67,8 @@ def _fork_and_write(
                     f"{position // size + 1} are needed: change the list that you were given, and look whether the "
                     "block is there already"
                 )
+            if not all(isinstance(block, Integral) for block in table):
+                raise CheckFailed(f"{case}: for position {position} the table is {table}: it holds numbers of blocks")
             if pool.references != [sum(b in other for other in tables) for b in range(40)]:
                 raise CheckFailed(
                     f"{case}: after position {position} of sample {sample} the counts of holders and the tables "

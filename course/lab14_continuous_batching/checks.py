@@ -11,13 +11,14 @@ keeps the rules passes.
 
 import random
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab14_continuous_batching import formulas as predict
-from course.shared.diagnose import expect_list
+from course.shared.diagnose import expect, expect_list
 from minillm.serve import Sequence as Seq
 
 ANSWERS = answers_of("14_continuous_batching")
@@ -130,6 +131,8 @@ def _ask(learner: Callable, running: list[Seq], waiting: list[Seq], *settings: i
     found = learner(list(running), list(waiting), *settings)
     asked = "a list of (sequence, tokens)"
     plan = [tuple(expect_list(each, asked, count=2)) for each in expect_list(found, asked)]
+    fits = all(isinstance(s, Seq) and isinstance(tokens, Integral) for s, tokens in plan)
+    expect(fits, plan, "a list of (sequence, tokens), in this order")
     if any((s.num_computed, s.num_tokens) != (computed, tokens) for s, computed, tokens in before):
         raise CheckFailed("your plan changes num_computed or tokens; a plan only says what the step will compute")
     return plan

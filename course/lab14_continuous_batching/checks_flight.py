@@ -1,9 +1,11 @@
 """Lab 14, the flight recorder read: when each token came, and which of four faults a scheduler has."""
 
 import random
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
+from numbers import Real
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
@@ -12,6 +14,7 @@ from course.lab14_continuous_batching import experiments_breaks
 from course.lab14_continuous_batching.experiments import Flight, play, requests
 from course.shared.diagnose import expect, expect_list
 from minillm.serve import Scheduler
+from minillm.serve.run.recorder import StepRecord
 
 ANSWERS = answers_of("14_continuous_batching")
 SEEDS = 200  # runs among which six must show the fault
@@ -31,11 +34,12 @@ SEEDS = 200  # runs among which six must show the fault
 def check_latencies(learner: Callable) -> Receipt:
     rows = []
     for how, options in (
+        ("whole prompts", {"num_blocks": 200, "chunk": 64, "token_budget": 64}),
         ("prompts in pieces", {"num_blocks": 200}),
         ("preempted, recomputed", {"num_blocks": 30, "prefix_cache": False, "policy": "longest", "chunk": 3}),
         ("preempted, swapped", {"num_blocks": 30, "preemption": "swap"}),
     ):
-        lengths = [(random.randint(10, 40), random.randint(16, 30)) for _ in range(10)]
+        lengths = [(random.randint(10, 40), random.randint(16, 30)) for _ in range(12 - len(rows) // 3)]
         settings = {"block_size": 4, "token_budget": 16, "max_num_seqs": 5, "chunk": 6, "reserve": 0}
         flight = play(requests(lengths, every=0.007), **(settings | options))
         arrived = {name: history.arrived for name, history in flight.histories.items()}
@@ -45,9 +49,10 @@ def check_latencies(learner: Callable) -> Receipt:
         for name, history in flight.histories.items():
             where = f"{how}: request {name}, a prompt of {history.prompt} and {len(history.tokens)} tokens"
             mine = expect_list(found[name], "(ttft, tpot, worst gap)", f"{where}: you", count=3)
+            expect(all(isinstance(one, Real) for one in mine), mine, "three numbers of seconds", f"{where}: you")
             due = (history.ttft, history.tpot, history.worst_gap)
             for what, one, right in zip(("TTFT", "TPOT", "the worst gap"), mine, due, strict=True):
-                if abs(one - right) > 1e-9 + 1e-6 * right:
+                if not abs(one - right) <= 1e-9 + 1e-6 * right:  # NaN, too
                     text = f"{where}: you say {what} {1e3 * one:.4f} ms, it was {1e3 * right:.4f} ms."
                     raise CheckFailed(text, rows, evidence={name: list(each) for name, each in found.items()})
         rows.append(row(f"{how}: requests timed as they happened", len(flight.histories), len(found)))
@@ -81,14 +86,68 @@ def check_diagnose(learner: Callable) -> Receipt:
                 raise CheckFailed(_misread(flight, fault, found))
             right += 1
             if fault == experiments_breaks.HEALTHY:
-                begun = list(flight.records[: len(flight.records) // 2])
-                if (found := learner(begun, flight.prompts)) != fault:
+                for begun in (flight.records[:1], flight.records[: len(flight.records) // 2]):
+                    if (found := learner(list(begun), flight.prompts)) != fault:
+                        raise CheckFailed(
+                            f"the first {len(begun)} steps of a healthy run: you say '{found}'. That not all requests "
+                            "have ended, or none has a token yet, is no fault: the recording may stop earlier"
+                        )
+            elif fault != "livelock":
+                shown = _first_shown(flight, fault)
+                if (found := learner(list(shown), flight.prompts)) != fault:
                     raise CheckFailed(
-                        f"the first {len(begun)} steps of a healthy run: you say '{found}'. That not all requests have "
-                        "ended is no fault, the recording may stop earlier"
+                        f"a recording of {len(shown)} steps that stops with the first step of the fault '{fault}': you "
+                        f"say '{found}'. The last step counts, too"
                     )
         rows.append(row(f"{fault}: recognised, of 6 flights", 6, right))
+    for name, (records, right) in _BY_HAND.items():
+        if (found := learner(_numbered(records), {"0": 2, "1": 9})) != right:
+            raise CheckFailed(f"{name}: you say '{found}', it is '{right}'")
     return receipt("five schedulers, 30 flights", rows)
+
+
+def _first_shown(flight: Flight, fault: str) -> Sequence:
+    """The shortest beginning of the recording in which the fault shows."""
+    steps = range(1, len(flight.records) + 1)
+    shown = bisect_left(steps, True, key=lambda n: ANSWERS.diagnose(flight.records[:n], flight.prompts) == fault)
+    return flight.records[: shown + 1]
+
+
+def _step(batch: list, sampled: int, **names: list[str]) -> dict:
+    return {"batch": batch, "sampled": sampled, "admitted": [], "preempted": [], "ended": [], **names}
+
+
+def _numbered(steps: Sequence[dict]) -> list[StepRecord]:
+    """Records of a flight: a step each 10 ms, two sequences."""
+    rest = {"seconds": 0.01, "running": 2, "waiting": 0, "free": 9, "cached": 0, "used": 3}
+    return [StepRecord(step=number, started=0.01 * number, **rest, **each) for number, each in enumerate(steps)]
+
+
+# Request 0 decodes while request 1 prefills in pieces; then it gives its blocks up, or ends.
+_BEGIN = [_step([("0", 0, 2), ("1", 0, 2)], 1, admitted=["0", "1"])]
+_BY_HAND = {
+    "the only sequence that decodes is preempted, and a prompt goes on": (
+        [*_BEGIN, _step([("1", 2, 4)], 0, preempted=["0"]), _step([("1", 6, 2)], 0)],
+        experiments_breaks.HEALTHY,
+    ),
+    "the only sequence that decodes has ended, and a prompt goes on": (
+        [*_BEGIN, _step([("0", 2, 1), ("1", 2, 2)], 1, ended=["0"]), _step([("1", 4, 4)], 0)],
+        experiments_breaks.HEALTHY,
+    ),
+    "a sequence has 3 tokens, and 4 of it are computed": (
+        [*_BEGIN, _step([("0", 2, 2), ("1", 2, 2)], 1)],
+        "tokens that do not exist",
+    ),
+    "a token in each of 121 steps, and none in the 151 after them": (
+        [
+            *_BEGIN,
+            *(_step([("0", 2 + n, 1)], 1) for n in range(120)),
+            _step([], 0, preempted=["0"]),
+            *[_step([], 0)] * 150,
+        ],
+        "livelock",
+    ),
+}
 
 
 def _flights(fault: str, base: int) -> list[Flight]:

@@ -31,7 +31,7 @@ ANSWERS = answers_of("14_continuous_batching")
 def check_preemption(learner: type) -> Receipt:
     moved, due = 0, 0
     for swap, host, shared in (
-        (False, 0, 0), (False, 0, 2), (True, 16, 0), (True, 16, 2), (True, 1, 0), (True, 16, 3), (True, None, 0),
+        (False, 0, 0), (False, 16, 2), (True, 16, 0), (True, 16, 2), (True, 1, 0), (True, 16, 4), (True, None, 0),
     ) * 3:  # fmt: skip
         one, two = _one_round(learner, swap, host, shared)
         moved, due = moved + one, due + two

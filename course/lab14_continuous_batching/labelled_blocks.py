@@ -41,7 +41,7 @@ def draw_pool(
     host: blocks of the host; None: as many as the sequence fills.
     shared: full first blocks that both hold, cached. release_other: the other one has ended since.
     """
-    size, blocks = 4, random.randint(5, 8)
+    size, blocks = random.choice((3, 4, 5)), random.randint(max(5, shared + 2), 8)
     tokens = [random.randrange(1000) for _ in range(blocks * size - random.randrange(size))]
     computed = random.randint(max(1, shared) * size + 1, len(tokens) - 1)
     computed = min(computed, (blocks - 1) * size)  # the last block is still empty

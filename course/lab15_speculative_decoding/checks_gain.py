@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any
 
 from course.kit.answers import answers_of
@@ -33,31 +34,35 @@ def check_best_k(learner: Any) -> Receipt:
         raise CheckFailed("the exercise asks for two functions: (speedup, best_k)")
     gain, best = learner
     drawn, rows = random.Random(random.random()), []
-    for alpha, c, k in [(0.8, 0.1, 4), (1.0, 0.0, 3), (0.0, 0.25, 2)] + [
+    for alpha, c, k in [(0.8, 0.1, 4), (1.0, 0.0, 3), (0.0, 0.25, 2), (0.95, 0.03, drawn.randint(10, 60))] + [
         (drawn.random(), drawn.uniform(0, 0.5), drawn.randint(0, 9)) for _ in range(100)
     ]:
         found = gain(alpha, c, k)
         due = predict.speedup(alpha, c, k)
-        if not isinstance(found, int | float) or not abs(found - due) <= NOTHING:
+        if not isinstance(found, Real) or not abs(found - due) <= NOTHING:
             name = f"α = {alpha:.3f}, c = {c:.3f}, K = {k}"
             raise CheckFailed(f"{name}: your speedup is {found:.4g}, but it is {due:.4g}.", evidence=found)
     for alpha, c, k in ((0.8, 0.1, 4), (0.8, 0.1, 8), (0.8, 0.02, 8)):
         rows.append(
             row(f"α = {alpha}, c = {c}, K = {k}: speedup", predict.speedup(alpha, c, k), gain(alpha, c, k), "", 1e-9)
         )
-    for alpha, c in [(0.8, 0.1), (0.8, 0.02), (0.5, 0.25), (0.2, 0.3), (1.0, 0.0), (1.0, 1.0)] + [
-        (drawn.random(), drawn.uniform(0, 0.6)) for _ in range(100)
-    ]:
-        found, right = best(alpha, c, 16), predict.best_k(alpha, c, 16)
+    for alpha, c, most in (
+        [(0.8, 0.1, 16), (0.8, 0.02, 16), (0.5, 0.25, 4), (0.2, 0.3, 16), (1.0, 0.0, 7), (1.0, 1.0, 3)]
+        + [(drawn.random(), drawn.uniform(0, 0.6), 16) for _ in range(100)]
+        + [(0.99, 0.0, drawn.randint(20, 60)), (0.9, 0.0, 0)]
+    ):
+        found, right = best(alpha, c, most), predict.best_k(alpha, c, most)
         if found != right:
             told = f"speedup {predict.speedup(alpha, c, right):.3f} at K = {right}"
             other = (
                 f", {predict.speedup(alpha, c, found):.3f} at your {found}"
-                if isinstance(found, int) and found >= 0
+                if isinstance(found, Integral) and found >= 0
                 else ""
             )
             hint = ": 0 draft tokens is a choice, too" if right == 0 else ""
-            raise CheckFailed(f"α = {alpha:.3f}, c = {c:.3f}: best_k is {right}, you say {found}: {told}{other}{hint}")
+            raise CheckFailed(
+                f"α = {alpha:.3f}, c = {c:.3f}, at most {most}: best_k is {right}, you say {found}: {told}{other}{hint}"
+            )
     for alpha, c in ((0.8, 0.1), (0.8, 0.02), (0.2, 0.3)):
         rows.append(row(f"α = {alpha}, c = {c}: best K", predict.best_k(alpha, c, 16), best(alpha, c, 16)))
     return receipt("speedup and the K that is best", rows)
@@ -112,6 +117,13 @@ def _hold_small_faults(learner: Callable, true: dict, rows: list) -> None:
             moved = ", ".join(f"{tokens} by {sign * amount:+g}" for tokens, sign in moves)
             raise CheckFailed(
                 f"a program that moves the probability of {moved}: you say {said!r}, it is {right!r}", rows
+            )
+    for accepted, possible, right in ((0.5, 0.5, VERDICTS[0]), (1.5, 1.6, VERDICTS[1])):
+        if (said := learner(dict(true), true, accepted, possible)) != right:
+            raise CheckFailed(
+                f"the target's own distribution, {accepted} draft tokens accepted of {possible} possible: you say "
+                f"{said!r}, it is {right!r}",
+                rows,
             )
     rows.append(row("faults of 1e-5 found, rounding of 1e-13 not", True, True))
 

@@ -1,5 +1,6 @@
 """Lab 15, the loop of speculation: draft, one pass, verify, append; its distribution and its passes."""
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ def check_loop(learner: Callable) -> Receipt:
         ("a draft that is right every other time", _Chain(1, wrong_after=0), None),
     ):
         target = _Chain(1)
-        answer = _wrote(learner, target, draft, [0, 1], 12, 3, torch.Generator().manual_seed(0))
+        prompt = [*(random.randrange(5) for _ in range(random.randint(3, 9))), 1]
+        answer = _wrote(learner, target, draft, prompt, 12, 3, torch.Generator().manual_seed(0))
         expected = passes or _passes(draft, 12, 3)
         rows.append(row(f"{name}: passes for 12 tokens, K = 3", expected, target.passes))
         if list(answer) != [(2 + i) % 5 for i in range(12)]:

@@ -19,7 +19,7 @@ from course.shared.diagnose import expect
 from minillm.serve import SamplingParams
 from minillm.serve.speculate.verify import distribution
 
-VOCAB, DRAFTED = 3, 2
+VOCAB = 3
 
 
 ANSWERS = answers_of("15_speculative_decoding")
@@ -38,14 +38,15 @@ ANSWERS = answers_of("15_speculative_decoding")
 )
 def check_draft(learner: Callable) -> Receipt:
     generator, rows = tiny_models.seeded(), []
-    for temperature, top_k in ((1.0, VOCAB), (0.6, VOCAB), (1.4, 2), (1.0, 2)):
+    for temperature, top_k, k in ((1.0, VOCAB, 2), (0.6, VOCAB, 1), (1.4, 2, 3), (1.0, 2, 2)):
         draft, target = Tiny(generator, VOCAB), Tiny(generator, VOCAB)
-        rows += _hold_draft(learner, draft, target, temperature, top_k)
+        rows += _hold_draft(learner, draft, target, temperature, top_k, k)
     draft = Tiny(generator, VOCAB)
-    found = tiny_models.enumerated(lambda draw: _drafted(learner, draft, DRAFTED, 0.0, VOCAB, draw)[0])
-    if found != {tuple(ANSWERS.honest_draft(draft.scores, PROMPT, DRAFTED, 0.0, VOCAB, None)[0]): 1.0}:
+    k = random.randint(4, 12)
+    found = tiny_models.enumerated(lambda draw: _drafted(learner, draft, k, 0.0, VOCAB, draw)[0])
+    if found != {tuple(ANSWERS.honest_draft(draft.scores, PROMPT, k, 0.0, VOCAB, None)[0]): 1.0}:
         raise CheckFailed(f"temperature 0 drafts {found}: it is always the likeliest token after those before it", rows)
-    if learner(draft.scores, list(PROMPT), DRAFTED, 0.0, VOCAB, tiny_models.seeded())[1] is not None:
+    if learner(draft.scores, list(PROMPT), k, 0.0, VOCAB, tiny_models.seeded())[1] is not None:
         raise CheckFailed(
             "temperature 0 returns probabilities, but the likeliest token was not sampled from them: verified as if it "
             "had been, it would be accepted with p/q, too often. Return None",
@@ -57,14 +58,14 @@ def check_draft(learner: Callable) -> Receipt:
 
 def _drafted(learner: Callable, draft: Tiny, k: int, temperature: float, top_k: int, draw: Any) -> tuple[tuple, Any]:
     found = learner(draft.scores, list(PROMPT), k, temperature, top_k, draw)
-    fits = isinstance(found, tuple) and len(found) == 2 and tiny_models.is_tokens(found[0], draft.vocab)
+    fits = isinstance(found, tuple | list) and len(found) == 2 and tiny_models.is_tokens(found[0], draft.vocab)
     expect(fits, found, "two things: (draft tokens, rows)")
     if len(found[0]) != k:
         raise CheckFailed(f"{len(found[0])} draft tokens where k = {k} were asked for")
     return tuple(found[0]), found[1]
 
 
-def _hold_draft(learner: Callable, draft: Tiny, target: Tiny, temperature: float, top_k: int) -> list:
+def _hold_draft(learner: Callable, draft: Tiny, target: Tiny, temperature: float, top_k: int, k: int) -> list:
     name, said = f"temperature {temperature}, top-k {top_k}", {}
     params = SamplingParams(temperature=temperature, top_k=top_k if top_k < draft.vocab else None)
 
@@ -72,18 +73,18 @@ def _hold_draft(learner: Callable, draft: Tiny, target: Tiny, temperature: float
         return lambda tokens: distribution(model.scores(tokens), params, tokens).double()
 
     def run(draw):
-        drafted, q = _drafted(learner, draft, DRAFTED, temperature, top_k, draw)
-        if not isinstance(q, Tensor) or q.shape != (DRAFTED, draft.vocab):
+        drafted, q = _drafted(learner, draft, k, temperature, top_k, draw)
+        if not isinstance(q, Tensor) or q.shape != (k, draft.vocab):
             raise CheckFailed(
-                f"{name}: rows of shape {getattr(q, 'shape', q)}; the exercise asks for [{DRAFTED}, {draft.vocab}]"
+                f"{name}: rows of shape {getattr(q, 'shape', q)}; the exercise asks for [{k}, {draft.vocab}]"
             )
-        for place in range(DRAFTED):
+        for place in range(k):
             said[drafted[:place]] = q[place].double()
         return drafted
 
     drawn = tiny_models.enumerated(run)
     p, own, off = warped(target), warped(draft), 0.0
-    for place in range(DRAFTED):
+    for place in range(k):
         total = tiny_models.first(drawn, place)
         for before, chance in total.items():
             shares = torch.tensor(
@@ -157,8 +158,11 @@ def check_look_up(learner: Callable) -> Receipt:
         for _ in range(300)
     ]
     for tokens, k, lesson in small:
-        _hold_look_up(learner, tokens, k, lesson)
-    rows = [row("small texts answered right", len(small), len(small))]
+        _hold_look_up(learner, tokens, k, lesson, 3)
+    for _ in range(100):
+        tokens, longest = [drawn.randrange(3) for _ in range(drawn.randint(1, 40))], drawn.choice((1, 2, 4, 5))
+        _hold_look_up(learner, tokens, drawn.randint(1, 6), f"longest = {longest}", longest)
+    rows = [row("small texts answered right", len(small) + 100, len(small) + 100)]
     for kind in experiments.KINDS:
         ids = experiments.texts(kind)[0]
         expected, found = (runs.replay(ids, one, 6) for one in (_what_followed, learner))
@@ -178,8 +182,8 @@ def _what_followed(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]
     return list(tokens[best : best + k]) if best and shared(best) else []
 
 
-def _hold_look_up(learner: Callable, tokens: list[int], k: int, lesson: str) -> None:
-    found, right = learner(list(tokens), k, 3), _what_followed(tokens, k)
+def _hold_look_up(learner: Callable, tokens: list[int], k: int, lesson: str, longest: int) -> None:
+    found, right = learner(list(tokens), k, longest), _what_followed(tokens, k, longest)
     expect(tiny_models.is_tokens(found, 1 << 30), found, "a list of tokens, empty if nothing is found")
     found = list(found)
     if found == right:

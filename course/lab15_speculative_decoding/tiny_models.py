@@ -10,6 +10,7 @@ Distances are total variations, Σ |a - b| / 2: 0 = the same distribution. Nothi
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import product
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -128,5 +129,5 @@ def drawn_draft(
 
 def is_tokens(found: Any, vocab: int) -> bool:
     return isinstance(found, list | tuple) and all(
-        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab for token in found
+        isinstance(token, Integral) and not isinstance(token, bool) and 0 <= token < vocab for token in found
     )

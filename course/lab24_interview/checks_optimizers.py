@@ -21,6 +21,7 @@ STEPS = 6
 
 @exercise(
     "adamw",
+    changes=("param", "state"),
     minutes=15,
     difficulty=2,
     hints=(

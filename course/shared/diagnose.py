@@ -7,13 +7,14 @@ whose contributions are in it and how often. `say_sum` and `say_parts` look for 
 import itertools
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 
 from course.kit.exercises import CheckFailed
 
+_KINDS = {int: Integral, float: Real}  # NumPy's numbers count, too
 LARGEST = 60_000  # sums of ten of these are exact in float32
 
 
@@ -31,7 +32,11 @@ def expect(fits: bool, found: Any, asked: str, who: str = "you") -> None:
 
 def expect_list(found: Any, asked: str, who: str = "you", *, count: int | None = None, of: Any = object) -> list:
     """The values of a list or tuple; CheckFailed unless it is one, of `count` values, all of them of type `of`."""
-    fits = isinstance(found, list | tuple) and count in (None, len(found)) and all(isinstance(x, of) for x in found)
+    fits = (
+        isinstance(found, list | tuple)
+        and count in (None, len(found))
+        and all(isinstance(x, _KINDS.get(of, of)) for x in found)
+    )
     expect(fits, found, asked, who)
     return list(found)
 
