@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from minillm.model.elementwise import FUNCTIONS, gated, rotate_both
 from minillm.model.kernels import DTYPES, kernel, tl, triton
-from minillm.model.transformer import FUNCTIONS, gated, rotate_both
 
 _kernel = kernel("q_head", "q_token", "k_head", "k_token", "rotation_token", "gate_row", "up_row", "width")
 SILU, GELU_TANH = range(2)

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from minillm.model.attention.causal import AttentionFunction, sdpa
 from minillm.model.config import ModelConfig
 from minillm.model.distillation import Goals, distillation_sums
+from minillm.model.elementwise import FUNCTIONS, gated, rotate_both
 from minillm.model.initialise import WithoutInitialisation, draw_all, initial
 from minillm.model.loss import cross_entropy_sums, linear_cross_entropy_sums, weights_of_sequences
 from minillm.model.moe import MoE, RouterLosses
-from minillm.model.rope import Rope, rotate, rotation_of
-
-FUNCTIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+from minillm.model.rope import Rope, rotation_of
 
 
 class Decoder(nn.Module):
@@ -236,16 +235,6 @@ def mixture(config: ModelConfig, layer: int, dtype: torch.dtype | None = None) -
 def apply_linears(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """The outputs of several layers that read one input. Layers that are split over ranks share its communication."""
     return tuple(layer(x) for layer in layers)
-
-
-def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The queries and the keys of a layer, turned. An engine may replace it (`elementwise_triton.py`)."""
-    return rotate(q, cos, sin), rotate(k, cos, sin)
-
-
-def gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-    """What goes into an MLP's last product. An engine may replace it."""
-    return activation(gate) * up
 
 
 class RMSNorm(nn.Module):

@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from minillm.model import ModelConfig, Transformer, elementwise_triton
+from minillm.model.elementwise import FUNCTIONS, gated
 from minillm.model.elementwise_triton import gated_triton, rotate_both_triton
 from minillm.model.rope import Rope, rotate
-from minillm.model.transformer import FUNCTIONS, gated
 from minillm.serve.run.optimise import fuse
 
 RMS_NORM = torch.nn.functional.rms_norm
