@@ -66,7 +66,7 @@ PARTS = (  # what matters most comes first: time may run out
         "ranks",
         "NCCL: the oracle, the labs' scripts under torchrun, a profiled step and a checkpoint of each layout",
         (*PYTEST, RANKS),
-        240,
+        330,
         gpus=2,
     ),
     Part("tests", "kernels, engine and offloading on one GPU", (*PYTEST, "tests", f"--ignore={RANKS}"), 180),

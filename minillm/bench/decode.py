@@ -51,9 +51,13 @@ def rows(source: str, repeats: int = 5, streams: Sequence[int] = STREAMS, device
         found.append(roofline_row(f"{name}, {number} sequences decode", engine, number, repeats))
     trace = {number: arrivals(number, model.config.vocab_size) for number in streams}
     for make in (transformers_peer, vllm_peer, nano_vllm_peer):
-        with make(model, max(streams)) as peer:
-            if peer is not None:
-                found += [peer_row(name, engine, peer, each, repeats) for each in trace.values()]
+        try:
+            with make(model, max(streams)) as peer:
+                if peer is not None:
+                    found += [peer_row(name, engine, peer, each, repeats) for each in trace.values()]
+        except Exception as error:  # of a peer: the other rows are worth having
+            why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            found.append(BenchRow(f"{name}: {why}", make.__name__, None, None, "tokens/s", None, None, 0, False))
     return found
 
 

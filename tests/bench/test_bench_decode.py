@@ -92,6 +92,13 @@ def test_nano_vllm_is_asked_for_the_same_work(monkeypatch):
     assert len(decode.rows("tiny-llama", streams=(2,), device="cpu")) == 1  # it reads Qwen3 only
 
 
+def test_a_peer_that_fails_leaves_the_other_rows(monkeypatch):
+    monkeypatch.setattr(decode, "unavailable", lambda: {"transformers": "no", "vLLM": "", "nano-vllm": "no"})
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    good, bad = decode.rows("tiny-llama", streams=(2,), device="cpu")
+    assert good.correct and not bad.correct and bad.name.startswith("tiny-llama: ModuleNotFoundError: import of vllm")
+
+
 def test_wrong_tokens_are_not_timed():
     model, trace = random_model(SHAPES["tiny-llama"], CPU, torch.float32), decode.arrivals(2, 512)
     right = [list(generate(model, each.prompt, each.params.max_tokens)) for each in trace]
