@@ -49,7 +49,7 @@ def attach(
     model.requires_grad_(False)
     for name in chosen:
         layer = adapted(layers[name], config, dtype or first.dtype, first.device)
-        model.set_submodule(name, layer)
+        model.set_submodule(name, layer.train(layers[name].training))
     for module in model.modules():
         if getattr(module, "linears", None) is fused_column_linears:
             module.linears = adapted_column_linears

@@ -49,10 +49,13 @@ class LoraConfig:
             raise ValueError(f"dropout {self.dropout!r} is outside 0 .. 1: 0 is none, 0.05 is usual.")
 
     @property
+    def full_alpha(self) -> float:
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+    @property
     def scale(self) -> float:
         """What the product of B and A is multiplied by."""
-        alpha = 2 * self.rank if self.alpha is None else self.alpha
-        return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return self.full_alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class LoraLinear(nn.Module):
