@@ -136,6 +136,20 @@ def switched_off(model: nn.Module) -> Iterator[None]:
             layer.is_on = was_on
 
 
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, adapters compute as they will when they are used."""
+    layers = adapters(model).values()
+    before = [layer.training for layer in layers]
+    try:
+        for layer in layers:
+            layer.eval()
+        yield
+    finally:
+        for layer, was_training in zip(layers, before, strict=True):
+            layer.train(was_training)
+
+
 @functools.lru_cache(4)
 def adapted_shapes(config: ModelConfig, lora: LoraConfig | None) -> dict[str, torch.Size]:
     """Shapes of the whole model's parameters by name, adapters included. ValueError for targets that it lacks."""

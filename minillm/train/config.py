@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from minillm.adapters.lora import LoraConfig
 from minillm.model import ModelConfig, MoEConfig, RopeScaling
 from minillm.train.activation_checkpointing import MODES
 from minillm.train.precision import PRECISIONS
@@ -20,6 +21,9 @@ class TrainConfig:
         fault_tolerance/loss_spike.py); None = nothing is, and a loss that is not finite ends the run.
     distil_share, distil_temperature: how much of the loss is a teacher's, and at which temperature; see
         model/distillation.py.
+    base: the fingerprint of the folder that training starts from; None = it starts from the seed.
+    lora: the rank of adapters, which alone are trained; None = everything is. target: patterns of the layers that have
+        one, with commas between; alpha, rslora, lora_dropout: see adapters/lora.py; qlora: the base is kept in 4 bits.
     """
 
     model: ModelConfig
@@ -42,6 +46,13 @@ class TrainConfig:
     spike_nats: float | None = 2.0
     distil_share: float = 0.0
     distil_temperature: float = 2.0
+    base: str | None = None
+    lora: int | None = None
+    target: str = "q,v"
+    alpha: float | None = None
+    rslora: bool = False
+    lora_dropout: float = 0.0
+    qlora: bool = False
 
     def __post_init__(self):
         for name in ("seq_len", "batch_size", "accumulate", "steps"):
@@ -73,6 +84,19 @@ class TrainConfig:
             raise ValueError("compile would begin anew for the documents of every batch: use one of the two.")
         if self.compile and self.activation_checkpointing != "none":
             raise ValueError("compile does not see through activation checkpointing: use one of the two.")
+        if self.qlora and self.lora is None:
+            raise ValueError(
+                "qlora trains adapters beside a base in 4 bits, which cannot learn itself: give lora, too."
+            )
+        _ = self.adapter
+
+    @property
+    def adapter(self) -> LoraConfig | None:
+        """The adapters that are trained; None if the whole model is. ValueError for what cannot be."""
+        if self.lora is None:
+            return None
+        targets = tuple(each.strip() for each in self.target.split(","))
+        return LoraConfig(self.lora, targets, self.alpha, self.rslora, self.lora_dropout)
 
     @property
     def tokens_per_step(self) -> int:

@@ -23,6 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.adapters.attach import adapted_shapes, without_dropout
+from minillm.adapters.lora import is_adapter
+from minillm.adapters.start import BaseFolder, Start
 from minillm.data import Batch, Loader, TokenDataset, Tokens
 from minillm.measure import ledger, span
 from minillm.model import Transformer, check_tokens
@@ -33,6 +36,7 @@ from minillm.parallel.sharding.full_state import full_state, parts_of_full
 from minillm.parallel.sharding.placement import clip_, gradients_of
 from minillm.parallel.sharding.state import LocalState
 from minillm.predict.model import causal_context, training_flops
+from minillm.predict.training.adapters import Adapters
 from minillm.train.activation_checkpointing import MODES, checkpoint_blocks
 from minillm.train.checkpoint.generators import generator_states, restore_generators
 from minillm.train.config import TrainConfig
@@ -83,8 +87,8 @@ class Trainer:
 
     validation: held-out tokens for `validate`. peak_flops: of all that the ranks run on, FLOP/s, for the MFU.
     teacher: a trained model whose next-token distributions are learnt as well (config.distil_share), whole on every
-    rank; it is not changed. parallel: see strategies/single_device.py. `model` is the bare transformer, `module` what
-    forward is called on.
+    rank; it is not changed. base: the folder that training starts from, if it does not start from the seed. parallel:
+    see strategies/single_device.py. `model` is the bare transformer, `module` what forward is called on.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Trainer:
         parallel: SingleDevice | None = None,
         workers: int = 1,
         teacher: Transformer | None = None,
+        base: BaseFolder | None = None,
     ):
         self.config, self.device, self.peak_flops = config, torch.device(device), peak_flops
         self._config = config.to_json()
@@ -115,7 +120,10 @@ class Trainer:
         self.loader = Loader(dataset, config.batch_size, rank, world_size, config.seed, workers=workers)
         self.held_out = validation
         how = {"seed": config.seed, "device": self.device, "dtype": self.precision.weights}
-        self.model = self.parallel.build(config.model, **how)
+        start = Start(base, config.adapter, config.qlora)
+        self.model = self.parallel.build(config.model, start=start, **how)
+        if config.lora_dropout:
+            torch.manual_seed(config.seed + (self.parallel.group.rank if self.parallel.group else 0))
         checkpoint_blocks(self.model, MODES[config.activation_checkpointing])
         if config.compile:
             check_compiler(self.device)
@@ -185,7 +193,7 @@ class Trainer:
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
                 self.updater.step()
-                if self.config.model.moe:
+                if self.config.model.moe and self.config.lora is None:  # with adapters the base stays as it is
                     update_balance_biases(self.model, self.parallel.sum)
             self.scaler.update(finite)
             self.updater.zero_grad()
@@ -195,7 +203,7 @@ class Trainer:
         if self.held_out is None:
             raise ValueError("there is nothing to validate on: give Trainer(..., validation=tokens).")
         dataset = TokenDataset(self.held_out, self.config.seq_len, self.positions)
-        with self.precision.context(self.device):
+        with self.precision.context(self.device), without_dropout(self.model):
             how = {"parallel": self.parallel, "documents": self.config.documents}
             return validate(self.module, dataset, self.config.batch_size, max_tokens, self.device, **how)
 
@@ -301,5 +309,11 @@ class Trainer:
         if self.peak_flops is None:
             return None
         model = self.config.model
-        flops = training_flops(model, causal_context(self.config.seq_len, model.sliding_window)).total
+        context = causal_context(self.config.seq_len, model.sliding_window)
+        if self.config.lora is None:
+            flops = training_flops(model, context).total
+        else:
+            names = adapted_shapes(model, self.config.adapter)
+            layers = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
+            flops = Adapters(model, self.config.lora, tuple(layers)).training_flops(context).total
         return tokens * flops / seconds / self.peak_flops
