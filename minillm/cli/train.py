@@ -96,7 +96,12 @@ def command(
     lora_dropout: Annotated[float, ADAPTERS(help="Of what adapters read, in training.")] = DEFAULTS["lora_dropout"],
     qlora: Annotated[bool, ADAPTERS("--qlora/--no-qlora", help="Keep the base in 4 bits (NF4).")] = DEFAULTS["qlora"],
     data: Annotated[
-        str | None, DATA(metavar="PATH", help="A folder of text, or a file.", show_default="Python's standard library")
+        str | None,
+        DATA(
+            metavar="PATH",
+            help="A folder of text, a file, or a .jsonl of chats.",
+            show_default="Python's standard library",
+        ),
     ] = DEFAULTS["data"],
     batch_size: Annotated[int, DATA(help="Windows of text at a time.")] = DEFAULTS["batch_size"],
     accumulate: Annotated[int, DATA(help="Batches that one update adds up.")] = DEFAULTS["accumulate"],

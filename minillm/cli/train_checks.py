@@ -6,7 +6,7 @@ from typing import Any
 
 from minillm.adapters.attach import adapted_shapes
 from minillm.cli.folders import check_new_folder
-from minillm.data import TokenDataset
+from minillm.data import dataset_of
 from minillm.model.hf.load import check_folder
 from minillm.train.job import ADAPTER_SETTINGS, DEFAULTS, MODEL_SETTINGS, TrainingJob
 from minillm.train.parallel_config import ParallelConfig
@@ -43,7 +43,8 @@ def check(job: TrainingJob) -> None:
         if config.adapter is None:
             check_folder(job.export_to, config.model)
         check_new_folder("--export", job.export_to)
-    TokenDataset(job.texts()[0], config.seq_len)
+    for tokens in job.texts():
+        dataset_of(tokens, config.seq_len)
 
 
 def _check_adapter(job: TrainingJob) -> None:

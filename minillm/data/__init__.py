@@ -4,8 +4,11 @@ text    = corpus()                                   # or corpus("folder")
 tokens  = tokenize(text, Tokenizer.load(), "train")  # cached and memory-mapped
 dataset = TokenDataset(tokens, seq_len=256)
 with Loader(dataset, batch_size=8, rank=group.rank, world_size=group.world_size) as loader: ...
+
+Chats, of which the answers alone are learnt: conversations.py.
 """
 
+from minillm.data.conversations import ConversationDataset, Conversations, dataset_of, read_conversations
 from minillm.data.corpus import Corpus, Document, corpus
 from minillm.data.dataset import TokenDataset
 from minillm.data.loader import Batch, Loader
@@ -16,6 +19,8 @@ from minillm.data.tokens import Tokens, read_tokens, tokenize, write_tokens
 
 __all__ = [
     "Batch",
+    "ConversationDataset",
+    "Conversations",
     "Corpus",
     "Document",
     "Loader",
@@ -25,6 +30,8 @@ __all__ = [
     "Tokenizer",
     "Tokens",
     "corpus",
+    "dataset_of",
+    "read_conversations",
     "read_tokens",
     "tokenize",
     "train_tokenizer",

@@ -18,7 +18,8 @@ import torch
 
 from minillm.adapters.start import BaseFolder
 from minillm.comm import Group
-from minillm.data import Tokenizer, Tokens, corpus, tokenize
+from minillm.data import Conversations, Tokenizer, Tokens, corpus, read_conversations, tokenize
+from minillm.data.conversations import is_conversations
 from minillm.files import write_whole
 from minillm.measure.machine import Machine, machine
 from minillm.model import Transformer, load_hf
@@ -79,6 +80,8 @@ class TrainingJob:
         """The training configuration. Raises ValueError that names the setting which is not possible."""
         others = (*MODEL_SETTINGS, "data", "teacher")
         settings = {name: value for name, value in self.settings.items() if name not in others}
+        if is_conversations(self.settings["data"]):
+            settings["documents"] = True
         if (base := self.base()) is not None:
             return TrainConfig(base.config, **settings | {"base": base.fingerprint})
         size, experts, top_k = (self.settings[name] for name in MODEL_SETTINGS)
@@ -100,8 +103,10 @@ class TrainingJob:
         """What the run is called where it has no name of its own."""
         return self.settings["model_size"] if self.settings["base"] is None else folder_of(self.settings["base"]).name
 
-    def texts(self) -> tuple[Tokens, Tokens]:
-        """The tokens to train on and those to validate on."""
+    def texts(self) -> tuple[Tokens | Conversations, Tokens | Conversations]:
+        """The tokens to train on and those to validate on. A .jsonl file holds conversations."""
+        if is_conversations(self.settings["data"]):
+            return read_conversations(self.settings["data"], self.tokenizer())
         text, tokenizer = corpus(self.settings["data"]), self.tokenizer()
         return tokenize(text, tokenizer, "train"), tokenize(text, tokenizer, "validation")
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from minillm.adapters.attach import adapted_shapes, without_dropout
 from minillm.adapters.lora import is_adapter
 from minillm.adapters.start import BaseFolder, Start
-from minillm.data import Batch, Loader, TokenDataset, Tokens
+from minillm.data import Batch, Conversations, Loader, Tokens, dataset_of
 from minillm.measure import ledger, span
 from minillm.model import Transformer, check_tokens
 from minillm.model.compiler import check_compiler
@@ -94,8 +94,8 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        tokens: Tokens,
-        validation: Tokens | None = None,
+        tokens: Tokens | Conversations,
+        validation: Tokens | Conversations | None = None,
         *,
         device: torch.device | str = "cpu",
         peak_flops: float | None = None,
@@ -112,7 +112,9 @@ class Trainer:
                 f"tokens of a vocabulary of {tokens.vocab_size} do not fit the model's {config.model.vocab_size}."
             )
         self.positions = self.parallel.positions(config.seq_len)
-        dataset = TokenDataset(tokens, config.seq_len, self.positions)
+        if isinstance(tokens, Conversations) and not config.documents:
+            raise ValueError("conversations share windows, and each has to see itself alone: set documents=True.")
+        dataset = dataset_of(tokens, config.seq_len, self.positions)
         if teacher is None and config.distil_share:
             raise ValueError(f"distil_share {config.distil_share} is of a teacher's loss: give a teacher.")
         self.teacher = None if teacher is None else Teacher(teacher, config, dataset, self.device)
@@ -202,7 +204,7 @@ class Trainer:
         """Loss on the held-out tokens: on all of them, or on evenly spread windows of about max_tokens in all."""
         if self.held_out is None:
             raise ValueError("there is nothing to validate on: give Trainer(..., validation=tokens).")
-        dataset = TokenDataset(self.held_out, self.config.seq_len, self.positions)
+        dataset = dataset_of(self.held_out, self.config.seq_len, self.positions)
         with self.precision.context(self.device), without_dropout(self.model):
             how = {"parallel": self.parallel, "documents": self.config.documents}
             return validate(self.module, dataset, self.config.batch_size, max_tokens, self.device, **how)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from minillm.adapters.peft_folder import load_peft, write_peft
-from minillm.data import TokenDataset, Tokenizer
+from minillm.data import Tokenizer, dataset_of
 from minillm.files import write_whole
 from minillm.measure.provenance import provenance
 from minillm.model import Transformer, load_hf, save_hf
@@ -78,5 +78,7 @@ def _losses(trainer: Trainer, folder: Path, adapter: Path | None = None) -> dict
     model = load_hf(folder, dtype=torch.float32, device=trainer.device)
     if adapter:
         load_peft(model, adapter, fingerprint=trainer.config.base or "")
-    dataset = TokenDataset(trainer.held_out, trainer.config.seq_len)
-    return validate(model, dataset, trainer.config.batch_size, device=trainer.device).to_json()
+    dataset = dataset_of(trainer.held_out, trainer.config.seq_len)
+    return validate(
+        model, dataset, trainer.config.batch_size, device=trainer.device, documents=trainer.config.documents
+    ).to_json()
