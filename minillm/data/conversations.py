@@ -82,8 +82,8 @@ def read_conversations(path: str | Path, tokenizer: Tokenizer) -> tuple[Conversa
 
 
 def encode(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Conversation:
-    """ValueError if there is no answer, or if the template writes the beginning of a conversation otherwise once it goes
-    on, so that no answer has a place of its own."""
+    """ValueError if there is no answer, or if the template writes the beginning of a conversation otherwise once it
+    goes on, so that no answer has a place of its own."""
     ids = tokenizer.chat(messages, reply=False)
     counts = np.zeros(len(ids), dtype=bool)
     for place, message in enumerate(messages):

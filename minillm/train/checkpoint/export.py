@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from minillm.adapters.peft_folder import load_peft, write_peft
-from minillm.data import Tokenizer, dataset_of
+from minillm.data import Conversations, Tokenizer, dataset_of
 from minillm.files import write_whole
 from minillm.measure.provenance import provenance
 from minillm.model import Transformer, load_hf, save_hf
@@ -79,6 +79,6 @@ def _losses(trainer: Trainer, folder: Path, adapter: Path | None = None) -> dict
     if adapter:
         load_peft(model, adapter, fingerprint=trainer.config.base or "")
     dataset = dataset_of(trainer.held_out, trainer.config.seq_len)
-    return validate(
-        model, dataset, trainer.config.batch_size, device=trainer.device, documents=trainer.config.documents
-    ).to_json()
+    documents = isinstance(trainer.held_out, Conversations)
+    how = {"device": trainer.device, "documents": documents}
+    return validate(model, dataset, trainer.config.batch_size, **how).to_json()

@@ -104,7 +104,7 @@ def test_settings_that_cannot_be(options, message):
 
 
 def test_an_unknown_target_lists_what_there_is():
-    with pytest.raises(ValueError, match="'qkv' matches no layer: there are q_proj, k_proj, .*, down_proj"):
+    with pytest.raises(ValueError, match=r"'qkv' matches no layer: there are q_proj, k_proj, .*, down_proj"):
         attach(model(), LoraConfig(2, ("q", "qkv")))
 
 
@@ -214,7 +214,10 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda f: (f / TENSORS).write_bytes(b"nonsense"), "is damaged"),
         (lambda f: tensors_edited(f, lambda t: t.pop(FIRST)), "has lora_B alone"),
         (lambda f: tensors_edited(f, lambda t: t[FIRST].fill_(float("nan"))), "not finite"),
-        (lambda f: tensors_edited(f, lambda t: t.update({"x.lora_A.weight": t[FIRST]})), "for which there is no place"),
+        (
+            lambda f: tensors_edited(f, lambda t: t.update({"x.lora_A.weight": t[FIRST].clone()})),
+            "for which there is no place",
+        ),
         (lambda f: tensors_edited(f, lambda t: t.clear()), "holds no adapter"),
     ],
 )
@@ -231,8 +234,8 @@ def test_a_bad_folder_is_refused_in_one_sentence(folder, damage, message):
     ("config", "fingerprint", "message"),
     [
         (TINY, "89abcdef", "trained on another base .some/base, fingerprint 01234567, not 89abcdef"),
-        (ModelConfig(37, 16, 20, 2, 4, 2, head_dim=4), "", r"q_proj is \[16, 12\], here it is \[16, 16\]"),
-        (ModelConfig(37, 12, 20, 1, 4, 2, head_dim=4), "", "layers.1.self_attn.q_proj, which this model lacks"),
+        (ModelConfig(37, 16, 20, 2, 4, 2, head_dim=4), "", r"mlp.down_proj is \[12, 20\], here it is \[16, 20\]"),
+        (ModelConfig(37, 12, 20, 1, 4, 2, head_dim=4), "", "layers.1.mlp.down_proj, which this model lacks"),
     ],
 )
 def test_another_base_is_refused(folder, config, fingerprint, message):
