@@ -95,6 +95,10 @@ def command(
     ],
     lora_dropout: Annotated[float, ADAPTERS(help="Of what adapters read, in training.")] = DEFAULTS["lora_dropout"],
     qlora: Annotated[bool, ADAPTERS("--qlora/--no-qlora", help="Keep the base in 4 bits (NF4).")] = DEFAULTS["qlora"],
+    dpo: Annotated[
+        float | None,
+        ADAPTERS(metavar="BETA", help="Learn which answers of pairs are preferred (DPO); --data is a .jsonl of them."),
+    ] = DEFAULTS["dpo"],
     data: Annotated[
         str | None,
         DATA(

@@ -61,6 +61,8 @@ def _check_adapter(job: TrainingJob) -> None:
         raise ValueError(
             f"--lora-dropout {config.lora_dropout} has no form for layers that --tp {tp} cuts: leave one out"
         )
+    if config.dpo and job.parallel.cp > 1:
+        raise ValueError(f"--dpo {config.dpo} needs whole answers on every rank: leave --cp {job.parallel.cp} out")
     if config.qlora and config.model.moe:
         raise ValueError("--qlora covers dense layers, and this model has experts: leave it out")
 

@@ -5,13 +5,14 @@ tokens  = tokenize(text, Tokenizer.load(), "train")  # cached and memory-mapped
 dataset = TokenDataset(tokens, seq_len=256)
 with Loader(dataset, batch_size=8, rank=group.rank, world_size=group.world_size) as loader: ...
 
-Chats, of which the answers alone are learnt: conversations.py.
+Chats, of which the answers alone are learnt: conversations.py. Pairs of answers: preferences.py.
 """
 
-from minillm.data.conversations import ConversationDataset, Conversations, dataset_of, read_conversations
+from minillm.data.conversations import ConversationDataset, Conversations, read_conversations
 from minillm.data.corpus import Corpus, Document, corpus
 from minillm.data.dataset import TokenDataset
 from minillm.data.loader import Batch, Loader
+from minillm.data.preferences import PreferenceDataset, Preferences, dataset_of, read_preferences
 from minillm.data.prefetch import Prefetcher
 from minillm.data.sampler import ShardedSampler
 from minillm.data.tokenizer import Tokenizer, train_tokenizer
@@ -24,6 +25,8 @@ __all__ = [
     "Corpus",
     "Document",
     "Loader",
+    "PreferenceDataset",
+    "Preferences",
     "Prefetcher",
     "ShardedSampler",
     "TokenDataset",
@@ -32,6 +35,7 @@ __all__ = [
     "corpus",
     "dataset_of",
     "read_conversations",
+    "read_preferences",
     "read_tokens",
     "tokenize",
     "train_tokenizer",

@@ -13,11 +13,11 @@ sees itself alone (`documents`). One that is longer than a window loses its end.
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ import torch
 from minillm.data.dataset import IGNORE, TokenDataset
 from minillm.data.tokenizer import Tokenizer
 
+AnyLine = TypeVar("AnyLine")
 HELD_OUT = 10  # every tenth conversation is for validation
 
 
@@ -62,43 +63,37 @@ def is_conversations(path: str | None) -> bool:
 def read_conversations(path: str | Path, tokenizer: Tokenizer) -> tuple[Conversations, Conversations]:
     """(to train on, to validate on) of a .jsonl file. ValueError, naming the line, for one that is no conversation, has
     no answer or does not fit the template; and for a file of fewer than two."""
-    path = Path(path)
+    found = read_lines(Path(path), lambda line: encode(messages_of(json.loads(line)), tokenizer), "conversations")
+    held_out = found[HELD_OUT - 1 :: HELD_OUT] or found[-1:]
+    kept = {id(each) for each in held_out}
+    return tuple(together(part, tokenizer) for part in ([e for e in found if id(e) not in kept], held_out))
+
+
+def read_lines(path: Path, read: Callable[[str], AnyLine], what: str) -> list[AnyLine]:
+    """What `read` makes of each line that is not empty. ValueError, naming the line, if it raises one."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): give a .jsonl file of conversations.") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): give a .jsonl file of {what}.") from error
     found = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                found.append(encode(_messages(line), tokenizer))
+                found.append(read(line))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if len(found) < 2:
-        raise ValueError(f"{path} holds {len(found)} conversations: at least one to train on and one to validate on.")
-    held_out = found[HELD_OUT - 1 :: HELD_OUT] or found[-1:]
-    kept = {id(each) for each in held_out}
-    return tuple(_together(part, tokenizer) for part in ([e for e in found if id(e) not in kept], held_out))
+        raise ValueError(f"{path} holds {len(found)} {what}: at least one to train on and one to validate on.")
+    return found
 
 
 def encode(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Conversation:
-    """ValueError if there is no answer, or if the template writes the beginning of a conversation otherwise once it
-    goes on, so that no answer has a place of its own."""
-    ids = tokenizer.chat(messages, reply=False)
-    counts = np.zeros(len(ids), dtype=bool)
-    for place, message in enumerate(messages):
-        if message["role"] == "assistant":
-            asked = tokenizer.chat(messages[:place], reply=True)
-            answered = tokenizer.chat(messages[: place + 1], reply=False)
-            if ids[: len(answered)] != answered or answered[: len(asked)] != asked:
-                raise ValueError(
-                    "the chat template rewrites what came before an answer, so the answer has no place of its own: "
-                    "use a template that only adds."
-                )
-            counts[len(asked) : len(answered)] = True
+    """ValueError if there is no answer, or if the tokenizer's template cannot tell where it is (`chat_pieces`)."""
+    pieces = tokenizer.chat_pieces(messages)
+    counts = np.concatenate([np.full(len(ids), is_answer) for ids, is_answer in pieces])
     if not counts.any():
         raise ValueError("no message is the assistant's: there is no answer to learn.")
-    return Conversation(np.asarray(ids, dtype=np.int64), counts)
+    return Conversation(np.concatenate([np.asarray(ids, dtype=np.int64) for ids, _ in pieces]), counts)
 
 
 class ConversationDataset(TokenDataset):
@@ -157,12 +152,6 @@ class ConversationDataset(TokenDataset):
         return 1 - used / self._ids.size
 
 
-def dataset_of(tokens: Any, seq_len: int, positions: Any = None) -> TokenDataset:
-    """The windows of a text, or of conversations."""
-    kind = ConversationDataset if isinstance(tokens, Conversations) else TokenDataset
-    return kind(tokens, seq_len, positions)
-
-
 def _packed(sizes: Sequence[int], room: int) -> list[list[int]]:
     """Which of them share a window: each goes into the first one that still has room."""
     bins: list[list[int]] = []
@@ -177,17 +166,17 @@ def _packed(sizes: Sequence[int], room: int) -> list[list[int]]:
     return bins
 
 
-def _messages(line: str) -> list[dict[str, Any]]:
-    raw = json.loads(line)
-    messages = raw.get("messages") if isinstance(raw, dict) else None
+def messages_of(raw: Any, key: str = "messages") -> list[dict[str, Any]]:
+    """Of a line's object. ValueError if it has none, or something else."""
+    messages = raw.get(key) if isinstance(raw, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise ValueError('it has no "messages": a list of {"role": ..., "content": ...} is expected.')
+        raise ValueError(f'it has no "{key}": a list of {{"role": ..., "content": ...}} is expected.')
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        if not isinstance(message, dict) or not all(isinstance(message.get(each), str) for each in ("role", "content")):
             raise ValueError(f'{message!r:.60} is no message: {{"role": ..., "content": ...}} is expected.')
     return messages
 
 
-def _together(conversations: Sequence[Conversation], tokenizer: Tokenizer) -> Conversations:
+def together(conversations: Sequence[Conversation], tokenizer: Tokenizer) -> Conversations:
     text_bytes = sum(len(tokenizer.decode(each.ids.tolist()).encode()) for each in conversations)
     return Conversations(tuple(conversations), tokenizer.vocab_size, tokenizer.eos_id, text_bytes)

@@ -24,6 +24,7 @@ class TrainConfig:
     base: the fingerprint of the folder that training starts from; None = it starts from the seed.
     lora: the rank of adapters, which alone are trained; None = everything is. target: patterns of the layers that have
         one, with commas between; alpha, rslora, lora_dropout: see adapters/lora.py; qlora: the base is kept in 4 bits.
+    dpo: β of direct preference optimization, see preference.py; None = the next token's loss.
     """
 
     model: ModelConfig
@@ -53,6 +54,7 @@ class TrainConfig:
     rslora: bool = False
     lora_dropout: float = 0.0
     qlora: bool = False
+    dpo: float | None = None
 
     def __post_init__(self):
         for name in ("seq_len", "batch_size", "accumulate", "steps"):
@@ -88,7 +90,19 @@ class TrainConfig:
             raise ValueError(
                 "qlora trains adapters beside a base in 4 bits, which cannot learn itself: give lora, too."
             )
+        if self.dpo is not None:
+            self._check_preference()
         _ = self.adapter
+
+    def _check_preference(self) -> None:
+        if not (isinstance(self.dpo, float | int) and 0 < self.dpo < float("inf")):
+            raise ValueError(f"dpo {self.dpo} must be a number above 0: 0.1 is usual.")
+        if self.lora is None:
+            raise ValueError("dpo compares with the base, which is the model without its adapters: give lora, too.")
+        if self.model.moe or self.distil_share:
+            raise ValueError(
+                "dpo has its own loss, which knows neither routers' losses nor a teacher's: leave one out."
+            )
 
     @property
     def adapter(self) -> LoraConfig | None:

@@ -18,7 +18,16 @@ import torch
 
 from minillm.adapters.start import BaseFolder
 from minillm.comm import Group
-from minillm.data import Conversations, Tokenizer, Tokens, corpus, read_conversations, tokenize
+from minillm.data import (
+    Conversations,
+    Preferences,
+    Tokenizer,
+    Tokens,
+    corpus,
+    read_conversations,
+    read_preferences,
+    tokenize,
+)
 from minillm.data.conversations import is_conversations
 from minillm.files import write_whole
 from minillm.measure.machine import Machine, machine
@@ -42,7 +51,7 @@ SETTINGS_FILE = "run.json"
 DEFAULTS: dict[str, Any] = {"model_size": "target", "experts": None, "top_k": None, "data": None, "teacher": None}
 MODEL_SETTINGS = ("model_size", "experts", "top_k")
 DEFAULTS |= {field.name: field.default for field in fields(TrainConfig) if field.default is not MISSING}
-ADAPTER_SETTINGS = ("target", "alpha", "rslora", "lora_dropout", "qlora")
+ADAPTER_SETTINGS = ("target", "alpha", "rslora", "lora_dropout", "qlora", "dpo")
 LATER = (
     "teacher",
     "distil_share",
@@ -80,7 +89,7 @@ class TrainingJob:
         """The training configuration. Raises ValueError that names the setting which is not possible."""
         others = (*MODEL_SETTINGS, "data", "teacher")
         settings = {name: value for name, value in self.settings.items() if name not in others}
-        if is_conversations(self.settings["data"]):
+        if is_conversations(self.settings["data"]) and self.settings["dpo"] is None:
             settings["documents"] = True
         if (base := self.base()) is not None:
             return TrainConfig(base.config, **settings | {"base": base.fingerprint})
@@ -103,8 +112,12 @@ class TrainingJob:
         """What the run is called where it has no name of its own."""
         return self.settings["model_size"] if self.settings["base"] is None else folder_of(self.settings["base"]).name
 
-    def texts(self) -> tuple[Tokens | Conversations, Tokens | Conversations]:
-        """The tokens to train on and those to validate on. A .jsonl file holds conversations."""
+    def texts(self) -> tuple[Tokens | Conversations | Preferences, Tokens | Conversations]:
+        """The tokens to train on and those to validate on. A .jsonl file holds conversations, with dpo pairs."""
+        if self.settings["dpo"] is not None:
+            if not is_conversations(self.settings["data"]):
+                raise ValueError(f"--dpo {self.settings['dpo']} learns from pairs of answers: give --data PAIRS.jsonl")
+            return read_preferences(self.settings["data"], self.tokenizer())
         if is_conversations(self.settings["data"]):
             return read_conversations(self.settings["data"], self.tokenizer())
         text, tokenizer = corpus(self.settings["data"]), self.tokenizer()
@@ -211,7 +224,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 def _fits(name: str, value: Any) -> bool:
     """Whether a value has the type of the setting; TrainConfig says whether it is a good one."""
-    if value is None and (name in ("job", "lora", "alpha") or name in OPTIONAL):
+    if value is None and (name in ("job", "lora", "alpha", "dpo") or name in OPTIONAL):
         return True
     if name in TEXTS:
         return isinstance(value, str)

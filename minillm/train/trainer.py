@@ -26,7 +26,7 @@ from torch import Tensor
 from minillm.adapters.attach import adapted_shapes, without_dropout
 from minillm.adapters.lora import is_adapter
 from minillm.adapters.start import BaseFolder, Start
-from minillm.data import Batch, Conversations, Loader, Tokens, dataset_of
+from minillm.data import Batch, Conversations, Loader, Preferences, Tokens, dataset_of
 from minillm.measure import ledger, span
 from minillm.model import Transformer, check_tokens
 from minillm.model.compiler import check_compiler
@@ -43,6 +43,7 @@ from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.loss_spike import LossSpikeGuard
 from minillm.train.optimizer import adamw, learning_rate
 from minillm.train.precision import PRECISIONS, LossScaler
+from minillm.train.preference import Preference
 from minillm.train.steptime import StepTime
 from minillm.train.strategies.single_device import Microbatch, SingleDevice
 from minillm.train.teacher import Teacher
@@ -94,7 +95,7 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        tokens: Tokens | Conversations,
+        tokens: Tokens | Conversations | Preferences,
         validation: Tokens | Conversations | None = None,
         *,
         device: torch.device | str = "cpu",
@@ -114,6 +115,8 @@ class Trainer:
         self.positions = self.parallel.positions(config.seq_len)
         if isinstance(tokens, Conversations) and not config.documents:
             raise ValueError("conversations share windows, and each has to see itself alone: set documents=True.")
+        if (config.dpo is not None) != isinstance(tokens, Preferences):
+            raise ValueError("dpo learns from pairs of answers, and pairs are learnt by dpo: give both or neither.")
         dataset = dataset_of(tokens, config.seq_len, self.positions)
         if teacher is None and config.distil_share:
             raise ValueError(f"distil_share {config.distil_share} is of a teacher's loss: give a teacher.")
@@ -132,6 +135,7 @@ class Trainer:
             self.model.compile()
         self.module = self.parallel.wrap(self.model, self.precision.master)
         make = partial(adamw, config=config)
+        self.preference = None if config.dpo is None else Preference(config.dpo, self.module, self.model)
         self.updater = self.parallel.updater(self.module, make, self.precision.master)
         self.optimizer = self.updater if isinstance(self.updater, torch.optim.Optimizer) else self.updater.inner
         self.scaler = LossScaler(self.precision.scaled)
@@ -172,8 +176,12 @@ class Trainer:
         with span("input", "input"):
             batches = [self._to_device(next(self.loader)) for _ in range(self.config.accumulate)]
             weight = torch.stack([(batch.targets != IGNORE).sum() for batch in batches]).sum().float()
+        if self.preference:
+            with self._computing("forward"):
+                batches, losses, weight = self.preference.weighted(batches)
         loss_divisor = self.parallel.loss_divisor(weight)
         total = self.parallel.forward_backward(self.module, batches, loss_divisor, self._computing, self.scaler.scale)
+        total = losses if self.preference else total
         weight = (loss_divisor * self.parallel.averaged_over).double()
         return self.parallel.sum(total).double() / weight, weight
 
