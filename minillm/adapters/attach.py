@@ -159,6 +159,12 @@ def adapted_shapes(config: ModelConfig, lora: LoraConfig | None) -> dict[str, to
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
+def adapted_kinds(config: ModelConfig, lora: LoraConfig) -> tuple[str, ...]:
+    """The last parts of the names of layers that have an adapter, each once: ("q_proj", "v_proj")."""
+    names = (name for name in adapted_shapes(config, lora) if is_adapter(name))
+    return tuple(dict.fromkeys(name.split(".")[-2] for name in names))
+
+
 def _check_all(model: nn.Module, is_merged: bool) -> None:
     layers = adapters(model)
     if not layers:

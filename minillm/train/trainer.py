@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.adapters.attach import adapted_shapes, without_dropout
-from minillm.adapters.lora import is_adapter
+from minillm.adapters.attach import adapted_kinds, without_dropout
 from minillm.adapters.start import BaseFolder, Start
 from minillm.data import Batch, Conversations, Loader, Preferences, Tokens, dataset_of
 from minillm.measure import ledger, span
@@ -214,7 +213,8 @@ class Trainer:
             raise ValueError("there is nothing to validate on: give Trainer(..., validation=tokens).")
         dataset = dataset_of(self.held_out, self.config.seq_len, self.positions)
         with self.precision.context(self.device), without_dropout(self.model):
-            how = {"parallel": self.parallel, "documents": self.config.documents}
+            documents = self.config.documents or isinstance(self.held_out, Conversations)
+            how = {"parallel": self.parallel, "documents": documents}
             return validate(self.module, dataset, self.config.batch_size, max_tokens, self.device, **how)
 
     def progress(self) -> dict[str, Any]:
@@ -323,7 +323,6 @@ class Trainer:
         if self.config.lora is None:
             flops = training_flops(model, context).total
         else:
-            names = adapted_shapes(model, self.config.adapter)
-            layers = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
-            flops = Adapters(model, self.config.lora, tuple(layers)).training_flops(context).total
+            layers = adapted_kinds(model, self.config.adapter)
+            flops = Adapters(model, self.config.lora, layers).training_flops(context).total
         return tokens * flops / seconds / self.peak_flops

@@ -18,6 +18,7 @@ from minillm.measure.provenance import provenance
 from minillm.model import Transformer, load_hf, save_hf
 from minillm.parallel.sharding.full_state import full_state
 from minillm.parallel.sharding.state import LocalState
+from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.trainer import Trainer
 from minillm.train.validation import validate
 
@@ -79,6 +80,7 @@ def _losses(trainer: Trainer, folder: Path, adapter: Path | None = None) -> dict
     if adapter:
         load_peft(model, adapter, fingerprint=trainer.config.base or "")
     dataset = dataset_of(trainer.held_out, trainer.config.seq_len)
-    documents = isinstance(trainer.held_out, Conversations)
-    how = {"device": trainer.device, "documents": documents}
+    parallel = SingleDevice()
+    parallel.wrap(model)
+    how = {"device": trainer.device, "parallel": parallel, "documents": isinstance(trainer.held_out, Conversations)}
     return validate(model, dataset, trainer.config.batch_size, **how).to_json()
