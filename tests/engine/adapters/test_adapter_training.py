@@ -131,3 +131,25 @@ def test_a_run_on_ranks_is_that_of_one_process(folder, tmp_path, layout, qlora, 
         load_peft(loaded, tmp_path / "adapter", fingerprint=config.base)
         torch.testing.assert_close(loaded(torch.arange(16)[None]), rows, rtol=1e-3, atol=1e-4)
     assert LoraConfig(4, ("q", "v", "down")) == config.adapter
+
+
+def begun_on_ranks(group, folder, config, layout):
+    how = {"base": BaseFolder(folder), "device": group.device}
+    with make_strategy(group, layout) as strategy, Trainer(config, TOKENS, parallel=strategy, **how) as trainer:
+        for _ in range(2):
+            trainer.step()
+        return trainer.state_dict()
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelConfig(dp=2, zero=3), ParallelConfig(tp=2), ParallelConfig(pp=2, accumulate=4)], ids=str
+)
+def test_a_run_of_ranks_goes_on_in_one_process(folder, layout):
+    config = config_of(folder, batch_size=4 // layout.dp)
+    with trainer_of(folder, replace(config, batch_size=4)) as trainer:
+        expected = [trainer.step().loss for _ in range(4)][2:]
+    state = launch(begun_on_ranks, layout.world_size, folder, config, layout)[0]
+    state["config"]["batch_size"] = 4  # of the one process, which has all rows
+    with trainer_of(folder, replace(config, batch_size=4)) as trainer:
+        trainer.load_state_dict(state)
+        assert [trainer.step().loss for _ in range(2)] == pytest.approx(expected, rel=1e-5)
