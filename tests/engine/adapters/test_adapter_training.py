@@ -153,3 +153,31 @@ def test_a_run_of_ranks_goes_on_in_one_process(folder, layout):
     with trainer_of(folder, replace(config, batch_size=4)) as trainer:
         trainer.load_state_dict(state)
         assert [trainer.step().loss for _ in range(2)] == pytest.approx(expected, rel=1e-5)
+
+
+def with_offload(group, folder, config, layout, offload):
+    how = {"base": BaseFolder(folder), "device": group.device}
+    with (
+        make_strategy(group, layout, offload) as strategy,
+        Trainer(config, TOKENS, parallel=strategy, **how) as trainer,
+    ):
+        losses = [trainer.step().loss for _ in range(3)]
+        held = {name: part.dtype for name, part in trainer.module.named_parameters()}
+        return losses, held, trainer.updater.home.down_bytes
+
+
+def test_the_optimizers_state_lives_where_offload_says(folder):
+    config, layout = config_of(folder, qlora=True, batch_size=2), ParallelConfig(dp=2, zero=2)
+    with trainer_of(folder, replace(config, batch_size=4)) as trainer:
+        expected = [trainer.step().loss for _ in range(3)]
+        count = sum(parameter.numel() for parameter in trainer.updater.parameters)
+    losses, _, down = launch(with_offload, 2, folder, config, layout, "cpu")[0]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert down == 3 * 4 * count / 2  # gradients of this rank's half, once a step; nothing of the base
+
+
+def test_a_sharded_base_has_no_float32_masters(folder):
+    config, layout = config_of(folder, precision="bf16-master", batch_size=2), ParallelConfig(dp=2, zero=3)
+    _, held, _ = launch(with_offload, 2, folder, config, layout, None)[0]
+    assert {dtype for name, dtype in held.items() if "lora_" in name} == {torch.float32}
+    assert {dtype for name, dtype in held.items() if "lora_" not in name} == {torch.bfloat16}
