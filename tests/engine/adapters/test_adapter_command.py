@@ -34,9 +34,11 @@ def home(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "more",
     [
-        ["--data", "text", "--target", "q,self_attn.v_proj,*.mlp.down", "--alpha", "8"],
+        pytest.param(
+            ["--data", "text", "--target", "q,self_attn.v_proj,*.mlp.down", "--alpha", "8"], marks=pytest.mark.full
+        ),
         ["--data", "chats.jsonl", "--qlora", "--seq-len", "96"],
-        ["--data", "pairs.jsonl", "--dpo", "0.1", "--rslora", "--seq-len", "64"],
+        pytest.param(["--data", "pairs.jsonl", "--dpo", "0.1", "--rslora", "--seq-len", "64"], marks=pytest.mark.full),
     ],
     ids=["text", "chats", "pairs"],
 )

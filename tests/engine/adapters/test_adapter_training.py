@@ -106,6 +106,7 @@ def on_ranks(group, folder, config, layout, make, save_to):
     return losses
 
 
+BACKENDS = [make_strategy, pytest.param(make_nccl_like_strategy, marks=pytest.mark.full)]
 LAYOUTS = [
     (ParallelConfig(dp=2), False),
     (ParallelConfig(dp=2, zero=2), True),
@@ -115,7 +116,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("make", [make_strategy, make_nccl_like_strategy], ids=["gloo", "nccl_like"])
+@pytest.mark.parametrize("make", BACKENDS, ids=["gloo", "nccl_like"])
 @pytest.mark.parametrize(("layout", "qlora"), LAYOUTS, ids=lambda x: str(x))
 def test_a_run_on_ranks_is_that_of_one_process(folder, tmp_path, layout, qlora, make):
     if make is make_nccl_like_strategy and not qlora:

@@ -73,6 +73,7 @@ def on_ranks(group, layout, make):
         return found(strategy, layout.accumulate)
 
 
+BACKENDS = [make_strategy, pytest.param(make_nccl_like_strategy, marks=pytest.mark.full)]
 LAYOUTS = [
     ParallelConfig(dp=2, zero=2),
     ParallelConfig(dp=2, zero=3),
@@ -81,7 +82,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("make", [make_strategy, make_nccl_like_strategy], ids=["gloo", "nccl_like"])
+@pytest.mark.parametrize("make", BACKENDS, ids=["gloo", "nccl_like"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_so_are_those_of_ranks(layout, make):
     check(*launch(partial(on_ranks), layout.world_size, layout, make)[0])
