@@ -1,6 +1,7 @@
 """`python -m minillm train --base --lora` end to end on a tiny model: text, chats, pairs; and what it refuses."""
 
 import json
+from dataclasses import fields
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from minillm.__main__ import run
 from minillm.adapters.peft_folder import load_peft, read_peft
 from minillm.adapters.start import BaseFolder
 from minillm.data import Tokenizer
+from minillm.measure.machine import Machine, _Cache
 from minillm.model import ModelConfig, Transformer, load_hf, save_hf
 from tests.engine.data.test_conversations import PAIR, TEMPLATE, chat, write
 
@@ -19,6 +21,8 @@ TRAIN = ["train", "--base", "base", "--seq-len", "32", "--batch-size", "2", "--s
 def home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    unmeasured = {each.name: 0 for each in fields(Machine)} | {"links": {}, "gpu": None}
+    _Cache().write(Machine.from_json(unmeasured | {"peak_flops": 1e9, "peak_flops_bf16": 1e9}))
     tokenizer = Tokenizer.load()
     save_hf(Transformer(ModelConfig(tokenizer.vocab_size, 64, 64, 2, 4, 2, max_seq_len=128)), tmp_path / "base")
     tokenizer.chat_template = TEMPLATE
