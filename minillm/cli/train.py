@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import math
 import os
 import shlex
 import sys
@@ -15,13 +14,13 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from minillm.cli.folders import check_new_folder
+from minillm.adapters.attach import adapted_shapes
+from minillm.adapters.lora import is_adapter
 from minillm.cli.given import is_given
+from minillm.cli.train_checks import check, check_base, data_parallel, parallel_config
 from minillm.cli.train_report import report
 from minillm.comm import RankError, is_root, launch
-from minillm.data import TokenDataset
 from minillm.measure.provenance import JsonFile, provenance, write_json
-from minillm.model.hf.load import check_folder
 from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES
 from minillm.predict.model import parameters
@@ -29,8 +28,14 @@ from minillm.train.activation_checkpointing import MODES
 from minillm.train.checkpoint.reader import has_checkpoint, saved_at
 from minillm.train.fault_tolerance.elastic import DoesNotDivide, job_id, may_restart, possible_ranks, was_restarted
 from minillm.train.fault_tolerance.goodput import read_goodput
-from minillm.train.job import DEFAULTS, SETTINGS_FILE, TrainingJob, run_of_job, saved_settings, train
-from minillm.train.parallel_config import ParallelConfig
+from minillm.train.job import (
+    DEFAULTS,
+    SETTINGS_FILE,
+    TrainingJob,
+    run_of_job,
+    saved_settings,
+    train,
+)
 from minillm.train.precision import PRECISIONS
 from minillm.train.presets import SIZES
 from minillm.train.run import STOP, interrupts
@@ -42,10 +47,10 @@ NODES_S = 900.0  # for which ranks of a number that does not divide wait for tor
 RESTART_S = 60.0  # for which the ranks that torchrun starts again wait for the last of those before them to end
 
 
-RUN, MODEL, DATA, DISTILLATION, OPTIMIZER, STEP, DATA_PARALLEL, PARALLEL, CHECKPOINTS, OUTPUT = (
+RUN, MODEL, ADAPTERS, DATA, DISTILLATION, OPTIMIZER, STEP, DATA_PARALLEL, PARALLEL, CHECKPOINTS, OUTPUT = (
     partial(Option, rich_help_panel=panel)
     for panel in (
-        "Run", "Model", "Data", "Distillation", "Optimizer", "How a step is computed",
+        "Run", "Model", "Base and adapters", "Data", "Distillation", "Optimizer", "How a step is computed",
         "Parallel layout: data, ZeRO and experts", "Parallel layout: tensor, pipeline and context",
         "Checkpoints", "Output",
     )
@@ -71,8 +76,36 @@ def command(
     top_k: Annotated[int | None, MODEL(help="Experts that a token goes to; 2 where there are some.")] = DEFAULTS[
         "top_k"
     ],
+    base: Annotated[
+        str | None,
+        ADAPTERS(metavar="NAME|PATH", help="Start from a trained model: target, or a Hugging Face folder."),
+    ] = DEFAULTS["base"],
+    lora: Annotated[
+        int | None,
+        ADAPTERS(metavar="RANK", help="Train adapters of this rank alone; --export writes peft's folder.", min=1),
+    ] = DEFAULTS["lora"],
+    target: Annotated[
+        str, ADAPTERS(metavar="NAMES", help="Layers with an adapter: q,v, or all, or parts of names with *.")
+    ] = DEFAULTS["target"],
+    alpha: Annotated[
+        float | None, ADAPTERS(help="Their update is scaled by alpha / rank.", show_default="twice the rank")
+    ] = DEFAULTS["alpha"],
+    rslora: Annotated[bool, ADAPTERS("--rslora/--no-rslora", help="Scale by alpha / √rank instead.")] = DEFAULTS[
+        "rslora"
+    ],
+    lora_dropout: Annotated[float, ADAPTERS(help="Of what adapters read, in training.")] = DEFAULTS["lora_dropout"],
+    qlora: Annotated[bool, ADAPTERS("--qlora/--no-qlora", help="Keep the base in 4 bits (NF4).")] = DEFAULTS["qlora"],
+    dpo: Annotated[
+        float | None,
+        ADAPTERS(metavar="BETA", help="Learn which answers of pairs are preferred (DPO); --data is a .jsonl of them."),
+    ] = DEFAULTS["dpo"],
     data: Annotated[
-        str | None, DATA(metavar="PATH", help="A folder of text, or a file.", show_default="Python's standard library")
+        str | None,
+        DATA(
+            metavar="PATH",
+            help="A folder of text, a file, or a .jsonl of chats.",
+            show_default="Python's standard library",
+        ),
     ] = DEFAULTS["data"],
     batch_size: Annotated[int, DATA(help="Windows of text at a time.")] = DEFAULTS["batch_size"],
     accumulate: Annotated[int, DATA(help="Batches that one update adds up.")] = DEFAULTS["accumulate"],
@@ -165,7 +198,7 @@ def command(
     begun = None if resume else _begun(runs, run)
     resume = resume or (begun is not None and has_checkpoint(begun))
     folder = begun or (runs / run if run else _latest(runs) if resume else None)
-    dp = _data_parallel(dp, {"tp": tp, "pp": pp, "cp": cp})
+    dp = data_parallel(dp, {"tp": tp, "pp": pp, "cp": cp})
     is_new = not resume and not (begun and (begun / SETTINGS_FILE).exists())
     defaults = DEFAULTS | ({} if teacher is None else {"distil_share": DISTIL_SHARE})
     settings = defaults | given if is_new else _saved_settings(folder, given, dp)
@@ -177,7 +210,7 @@ def command(
     job = TrainingJob(
         folder or runs,
         settings,
-        _parallel_config(dp, microbatches, rows, reshard=not keep_weights, **spread),
+        parallel_config(dp, microbatches, rows, reshard=not keep_weights, **spread),
         resume=resume,
         offload=offload,
         device=device,
@@ -189,10 +222,11 @@ def command(
         track_memory=memory,
         export_to=export_to,
     )
-    _check(job)
+    check_base(job, given)
+    check(job)
     with contextlib.ExitStack() as while_running:
         if is_root():
-            folder = folder or claim_unused(runs, settings["model_size"])
+            folder = folder or claim_unused(runs, job.model_name)
             while_running.enter_context(locked(folder, RESTART_S if begun else 0.0))
             if not begun:
                 (folder / STOP).unlink(missing_ok=True)  # of a run that was killed; what is asked from here on counts
@@ -233,26 +267,6 @@ def _saved_settings(folder: Path, given: dict[str, Any], dp: int) -> dict[str, A
         raise
 
 
-def _check(job: TrainingJob) -> None:
-    """Raises ValueError for whatever can be known before hours of training, an export that cannot be written included.
-    Tokenizes the texts, so that every rank finds the tokens on disk."""
-    config = job.config
-    job.parallel.check(config.model, config.seq_len)
-    if job.parallel.is_hybrid:
-        if job.offload:
-            raise ValueError(f"--offload {job.offload} is for ZeRO alone: leave it out with --tp, --pp and --cp")
-        if config.compile:
-            raise ValueError(
-                "--compile does not look through the messages inside a model: leave it out with --tp, --pp and --cp"
-            )
-    job.torch_device()
-    job.check_teacher()
-    if job.export_to:
-        check_folder(job.export_to, config.model)
-        check_new_folder("--export", job.export_to)
-    TokenDataset(job.texts()[0], config.seq_len)
-
-
 def _run(job: TrainingJob) -> dict[str, Any]:
     world_size = job.parallel.world_size
     kind = job.device.partition(":")[0] or None  # the kind of device that ranks are to use; None: what there is
@@ -277,48 +291,17 @@ def _run(job: TrainingJob) -> dict[str, Any]:
 def _announce(job: TrainingJob, is_new: bool) -> None:
     world_size, count = job.parallel.world_size, parameters(job.config.model).total / 1e6
     ranks = f" on {world_size} ranks" if world_size > 1 else ""
-    print(f"{job.settings['model_size']} of {count:.2f} M parameters{ranks}, kept in {job.folder}", flush=True)
+    print(f"{job.model_name} of {count:.2f} M parameters{ranks}, kept in {job.folder}", flush=True)
+    if job.config.adapter:
+        shapes = adapted_shapes(job.config.model, job.config.adapter)
+        trained = sum(shape.numel() for name, shape in shapes.items() if is_adapter(name))
+        print(f"trains {trained:,} parameters of adapters, {trained / count / 1e6:.2%} of the model's", flush=True)
     if may_restart():
         config, dp = job.config, job.parallel.dp
         others = possible_ranks(dp * config.batch_size * config.accumulate, config.batch_size)
         print(f"its steps divide over {', '.join(map(str, others))} data-parallel ranks", flush=True)
     if is_new and not has_checkpoint(job.folder):
         job.save_settings()
-
-
-def _data_parallel(dp: int | None, cut: dict[str, int]) -> int:
-    """Data-parallel ranks, given or what torchrun's processes leave for them; cut: the ranks of the other axes."""
-    each = math.prod(cut.values())
-    processes = int(os.environ.get("WORLD_SIZE", (dp or 1) * each))
-    if processes != (dp or max(1, processes // each)) * each:
-        given = " ".join(f"--{axis} {size}" for axis, size in (("dp", dp), *cut.items()) if size)
-        raise ValueError(f"{given} does not fit torchrun's {processes} processes: change one of them")
-    return processes // each
-
-
-def _parallel_config(dp: int, microbatches: int | None, rows: int, **spread: Any) -> ParallelConfig:
-    """rows: windows of a step on each data-parallel rank; spread: the other fields. ValueError for what cannot be."""
-    spread["dp"] = dp
-    if spread["pad"] and spread["cp"] == 1:
-        raise ValueError("--pad lengthens windows for --cp ranks to share: add --cp, or leave it out")
-    if not spread["reshard"] and (spread["pp"] == 1 or spread["zero"] < 3):
-        raise ValueError("--keep-weights is for a pipeline's gathered weights: add --pp and --zero 3")
-    if spread["pp"] == 1:
-        if microbatches:
-            raise ValueError(f"--microbatches {microbatches} is for a pipeline: add --pp, or use --accumulate")
-        return ParallelConfig(**spread)
-    if microbatches and rows % microbatches:
-        raise ValueError(
-            f"--microbatches {microbatches} does not divide the {rows} windows of a step on each data-parallel rank "
-            "(--batch-size times --accumulate): change one of them"
-        )
-    problem, most = None, max(1, min(rows, 4 * spread["pp"]))
-    for count in [microbatches] if microbatches else [m for m in range(most, 0, -1) if rows % m == 0]:
-        try:
-            return ParallelConfig(accumulate=count, **spread)
-        except ValueError as error:
-            problem = error
-    raise problem
 
 
 def _latest(runs: Path) -> Path:

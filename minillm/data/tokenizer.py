@@ -137,12 +137,31 @@ class Tokenizer:
         reply: ends with what begins the model's turn. variables: more that the template knows (`enable_thinking`).
         Special tokens count only where the template writes them. ValueError if there is no template, or if it refuses.
         """
+        mark = unused(json.dumps(messages, ensure_ascii=False, default=str))
+        return self._encode_apart(self._written(messages, reply, mark, **variables), mark)
+
+    def chat_pieces(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], bool]]:
+        """A conversation in pieces: (ids, whether the assistant said them). An answer is encoded by itself, as a model
+        says it. ValueError if the template rewrites what came before one."""
+        mark = unused(json.dumps(messages, ensure_ascii=False, default=str))
+        whole, pieces, start = self._written(messages, False, mark), [], 0
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant":
+                asked = self._written(messages[:place], True, mark)
+                answered = self._written(messages[: place + 1], False, mark)
+                if not (whole.startswith(answered) and answered.startswith(asked) and start <= len(asked)):
+                    raise ValueError("the chat template rewrites what came before an answer: use one that only adds.")
+                pieces += [(whole[start : len(asked)], False), (whole[len(asked) : len(answered)], True)]
+                start = len(answered)
+        pieces.append((whole[start:], False))
+        return [(self._encode_apart(text, mark), is_answer) for text, is_answer in pieces if text]
+
+    def _written(self, messages: Sequence[Mapping[str, Any]], reply: bool, mark: str, **variables: Any) -> str:
+        """The text of a conversation by the template, with `mark` before what only looks like a special token."""
         if self.chat_template is None:
             raise ValueError("this tokenizer has no chat template: give the text itself, or a model made for chats")
         names = {"bos_token": self.bos or "", "eos_token": self.eos or "", "add_generation_prompt": reply}
-        mark = unused(json.dumps(messages, ensure_ascii=False, default=str))
-        text = render(self.chat_template, messages, self.specials, mark, **names | variables)
-        return self._encode_apart(text, mark)
+        return render(self.chat_template, messages, self.specials, mark, **names | variables)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, as int64 arrays; uses all cores. Raises ValueError for a lone surrogate."""

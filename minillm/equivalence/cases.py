@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.adapters import LoraConfig
 from minillm.model import ModelConfig, MoEConfig
 from minillm.model.loss import IGNORE
 from minillm.train.parallel_config import ParallelConfig
@@ -49,12 +50,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: a model small enough for the oracle to be fast, and the batch of one step."""
+    """What is trained: a model small enough for the oracle to be fast, and the batch of one step. lora: adapters, which
+    alone are trained."""
 
     config: ModelConfig
     batch: Batch
     frozen: tuple[str, ...] = ()
     max_grad_norm: float | None = None
+    lora: LoraConfig | None = None
 
 
 def _cases() -> dict[str, Case]:

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.adapters.attach import adaptable, chosen_layers
+from minillm.adapters.lora import LoraConfig, initial_adapter
+from minillm.adapters.start import Start
 from minillm.comm import Group, launch
 from minillm.equivalence.cases import Batch, Case, cases_of
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
@@ -52,33 +55,57 @@ def reference(
     lr: float = 0.1,
     frozen: tuple[str, ...] = (),
     max_grad_norm: float | None = None,
+    lora: LoraConfig | None = None,
 ) -> Reference:
     """One SGD step of `Transformer(config, seed=seed)` on the whole batch, in this process.
 
     frozen: names or patterns of parameters that take no gradient ("blocks.0.*"). max_grad_norm: clip to it before.
+    lora: adapters are trained and nothing else. Here they are no layers: each weight that has one is W + scale · B A.
     A tied embedding is one parameter, "embedding.weight", whose gradient is the sum of both uses.
     ValueError for a pattern that matches nothing, or when everything is frozen.
     """
     model = Transformer(config, seed=seed, device="cpu", dtype=torch.float64, attention=dense)
     _freeze(model.named_parameters(), frozen, everywhere=True)
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    updated: dict[str, Tensor] = {}
+    if lora:
+        trainable, updated = _adapters_of(model, lora, seed)
     if not trainable:
         raise ValueError(f"frozen {frozen} leaves no parameter to train: freeze less.")
 
-    attention = partial(dense, segments=batch.documents)
+    def forward(**how: Any) -> Any:
+        how["attention"] = partial(dense, segments=batch.documents)
+        return torch.func.functional_call(model, updated, (batch.tokens,), how)
+
     if config.moe:  # the losses of routers belong to the gradients of this sum
-        total, weight = model(batch.tokens, attention=attention, targets=batch.targets, weights=batch.weights)
+        total, weight = forward(targets=batch.targets, weights=batch.weights)
         loss = total / weight
     else:
-        loss = cross_entropy(model(batch.tokens, attention=attention), batch.targets, batch.weights)
+        loss = cross_entropy(forward(), batch.targets, batch.weights)
     gradients = dict(zip(trainable, torch.autograd.grad(loss, list(trainable.values())), strict=True))
     grad_norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
     clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (grad_norm + 1e-6))  # as torch clips
     with torch.no_grad():
         for name, parameter in trainable.items():
             parameter -= lr * clip * gradients[name]
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {name: each.detach() for name, each in (trainable if lora else dict(model.named_parameters())).items()}
     return Reference(loss.item(), gradients, grad_norm, weights)
+
+
+def _adapters_of(model: Transformer, lora: LoraConfig, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(A and B of every layer, as leaves; the weights that they update, as functions of them), by name."""
+    leaves: dict[str, Tensor] = {}
+    updated: dict[str, Tensor] = {}
+    for name in chosen_layers(adaptable(model), lora.targets):
+        weight = model.get_parameter(f"{name}.weight").detach()
+        shapes = {"lora_A": (lora.rank, weight.shape[1]), "lora_B": (weight.shape[0], lora.rank)}
+        a, b = (
+            initial_adapter(lora, f"{name}.{each}", shape, seed).double().requires_grad_()
+            for each, shape in shapes.items()
+        )
+        leaves |= {f"{name}.lora_A": a, f"{name}.lora_B": b}
+        updated[f"{name}.weight"] = weight + lora.scale * (b @ a)
+    return leaves, updated
 
 
 def _freeze(named: Iterable[tuple[str, torch.nn.Parameter]], frozen: Sequence[str], everywhere: bool = False) -> None:
@@ -140,7 +167,7 @@ def compare(
         for outcome in launch(_run, world_size, strategy, wanted, seed, lr, steps, device=None)[0]:
             case = jobs[outcome.layout][outcome.case]
             if id(case) not in expected:
-                how = {"frozen": case.frozen, "max_grad_norm": case.max_grad_norm}
+                how = {"frozen": case.frozen, "max_grad_norm": case.max_grad_norm, "lora": case.lora}
                 expected[id(case)] = reference(case.config, case.batch, seed=seed, lr=lr, **how)
             rows[outcome.layout, outcome.case] = _judge(outcome, expected[id(case)], tolerance)
     return [rows[layout, name] for layout, chosen in jobs.items() for name in chosen]
@@ -176,7 +203,9 @@ def _step(
     lr: float,
     steps: int,
 ) -> _Outcome:
-    model = strategy.build(case.config, seed=seed, dtype=torch.float64, attention=dense, device=group.device)
+    start = Start(lora=case.lora)
+    how = {"dtype": torch.float64, "attention": dense, "device": group.device}
+    model = strategy.build(case.config, seed=seed, start=start, **how)
     batch = case.batch.to(group.device)
     _freeze(model.named_parameters(), case.frozen)
     module = strategy.wrap(model)

@@ -3,12 +3,15 @@
 import hashlib
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from minillm.model.config import ModelConfig
+
+Draw = Callable[[ModelConfig, str, tuple[int, ...], int], Tensor]  # (config, name, shape, seed) -> what it starts as
 
 
 def draw_all(module: nn.Module, seed: int) -> None:

@@ -85,7 +85,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         exact = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=x.device)
         if wanted:
-            x_gradient, head_gradient = torch.empty_like(rows), torch.zeros_like(head, dtype=exact)
+            x_gradient = torch.empty_like(rows)
+            head_gradient = torch.zeros_like(head, dtype=exact) if ctx.needs_input_grad[1] else None  # None: frozen
         for start in range(0, len(ids), chunk):
             part, wrong = rows[start : start + chunk], ids[start : start + chunk, None]
             counted = (wrong != IGNORE).to(exact)
@@ -97,7 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wanted:  # d nll / d logits = p - 1 at the target
                 gradient = log_p.exp_().scatter_add_(1, wrong, -torch.ones_like(counted)).mul_(counted).to(x.dtype)
                 x_gradient[start : start + chunk] = gradient @ head
-                head_gradient += gradient.T @ part
+                if head_gradient is not None:
+                    head_gradient += gradient.T @ part
                 del gradient
             del log_p  # or the next chunk's logits would stand beside it
         if wanted:
@@ -107,4 +109,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factor):
         x_gradient, head_gradient = ctx.saved_tensors
-        return x_gradient * factor, head_gradient * factor, None, None, None
+        of_head = None if head_gradient is None else head_gradient * factor
+        return x_gradient * factor, of_head, None, None, None

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from minillm.quantize import kernels, triton
 from minillm.quantize.formats import NF4, NF4_LEVELS, DoubleScales, Format, Grid
@@ -21,8 +22,11 @@ class QuantizedLinear(nn.Module):
 
     codes: as `format.pack` keeps them. quantizes_inputs: inputs are rounded to int8, a scale for each token (W8A8).
     kernel: what multiplies (`kernels.choose`); `use` sets another. multiply: [rows, in] -> [rows, out] by it, without
-    the bias, a new object whenever the layer's tensors are.
+    the bias, a new object whenever the layer's tensors are. buffers_are_constant: no forward pass changes them, so that
+    replicas need not compare.
     """
+
+    buffers_are_constant = True
 
     def __init__(self, format: Format, codes: Tensor, grid: Grid, bias: Tensor | None, quantizes_inputs: bool = False):
         super().__init__()
@@ -94,9 +98,14 @@ class QuantizedLinear(nn.Module):
         self.multiply = self._multiplication()
 
     def forward(self, x: Tensor) -> Tensor:
-        has_gradient = x.requires_grad and torch.is_grad_enabled()
-        multiply = self._dequantize_and_multiply if has_gradient else self.multiply
-        y = multiply(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        rows = x.reshape(-1, self.in_features)
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            y = self.multiply(rows)
+        elif self.quantizes_inputs:
+            y = self._dequantize_and_multiply(rows)
+        else:
+            y = _Dequantized.apply(rows, self)
+        y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _multiplication(self) -> Callable[[Tensor], Tensor]:
@@ -153,3 +162,18 @@ class QuantizedLinear(nn.Module):
     def _fastest(self) -> str:
         groups, device = self.scale.shape[1], self.codes.device
         return kernels.choose(self.format, self.out_features, groups, device, self.quantizes_inputs)
+
+
+class _Dequantized(torch.autograd.Function):
+    """rows: [rows, in] -> rows @ weightᵀ. Between forward and backward the codes alone are kept, as in QLoRA (Dettmers
+    et al. 2023): autograd would keep the float weights of every layer until backward has come to it."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.layer, ctx.dtype = layer, rows.dtype
+        return kernels.multiply_dequantized(rows, layer.weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        return (dy @ ctx.layer.weight.to(dy.dtype)).to(ctx.dtype), None

@@ -2,7 +2,7 @@
 spread it over ranks.
 
 Reading path: config.py, trainer.py, optimizer.py, strategies/ (single_device.py, hybrid.py), run.py. With a teacher
-beside the model: teacher.py, ../model/distillation.py.
+beside the model: teacher.py, ../model/distillation.py. From pairs of answers: preference.py.
 """
 
 from minillm.train.activation_checkpointing import EXPENSIVE, activation_checkpoint, checkpoint_blocks

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from minillm.adapters.lora import LoraConfig
 from minillm.model import ModelConfig, MoEConfig, RopeScaling
 from minillm.train.activation_checkpointing import MODES
 from minillm.train.precision import PRECISIONS
@@ -22,6 +23,10 @@ class TrainConfig:
         memory; None = nothing is undone, and a loss that is not finite ends the run.
     distil_share, distil_temperature: how much of the loss is a teacher's, and at which temperature; see
         model/distillation.py.
+    base: the fingerprint of the folder that training starts from; None = it starts from the seed.
+    lora: the rank of adapters, which alone are trained; None = everything is. target: patterns of the layers that have
+        one, with commas between; alpha, rslora, lora_dropout: see adapters/lora.py; qlora: the base is kept in 4 bits.
+    dpo: β of direct preference optimization, see preference.py; None = the next token's loss.
     """
 
     model: ModelConfig
@@ -44,6 +49,14 @@ class TrainConfig:
     spike_nats: float | None = None
     distil_share: float = 0.0
     distil_temperature: float = 2.0
+    base: str | None = None
+    lora: int | None = None
+    target: str = "q,v"
+    alpha: float | None = None
+    rslora: bool = False
+    lora_dropout: float = 0.0
+    qlora: bool = False
+    dpo: float | None = None
 
     def __post_init__(self):
         for name in ("seq_len", "batch_size", "accumulate", "steps"):
@@ -75,6 +88,31 @@ class TrainConfig:
             raise ValueError("compile would begin anew for the documents of every batch: use one of the two.")
         if self.compile and self.activation_checkpointing != "none":
             raise ValueError("compile does not see through activation checkpointing: use one of the two.")
+        if self.qlora and self.lora is None:
+            raise ValueError(
+                "qlora trains adapters beside a base in 4 bits, which cannot learn itself: give lora, too."
+            )
+        if self.dpo is not None:
+            self._check_preference()
+        _ = self.adapter
+
+    def _check_preference(self) -> None:
+        if not (isinstance(self.dpo, float | int) and 0 < self.dpo < float("inf")):
+            raise ValueError(f"dpo {self.dpo} must be a number above 0: 0.1 is usual.")
+        if self.lora is None:
+            raise ValueError("dpo compares with the base, which is the model without its adapters: give lora, too.")
+        if self.model.moe or self.distil_share:
+            raise ValueError(
+                "dpo has its own loss, which knows neither routers' losses nor a teacher's: leave one out."
+            )
+
+    @property
+    def adapter(self) -> LoraConfig | None:
+        """The adapters that are trained; None if the whole model is. ValueError for what cannot be."""
+        if self.lora is None:
+            return None
+        targets = tuple(each.strip() for each in self.target.split(","))
+        return LoraConfig(self.lora, targets, self.alpha, self.rslora, self.lora_dropout)
 
     @property
     def tokens_per_step(self) -> int:

@@ -16,15 +16,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from minillm.adapters.start import BaseFolder
 from minillm.comm import Group
-from minillm.data import Tokenizer, Tokens, corpus, tokenize
+from minillm.data import (
+    Conversations,
+    Preferences,
+    Tokenizer,
+    Tokens,
+    corpus,
+    read_conversations,
+    read_preferences,
+    tokenize,
+)
+from minillm.data.conversations import is_conversations
 from minillm.files import write_whole
 from minillm.measure.machine import Machine, machine
 from minillm.model import Transformer, load_hf
 from minillm.model.generate import device_of, folder_of
 from minillm.model.hf.load import read_config
 from minillm.predict.model import bits_per_byte, entropy
-from minillm.train.checkpoint.export import export
+from minillm.train.checkpoint.export import export, export_adapter
 from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.elastic import accumulate_for, job_id
 from minillm.train.parallel_config import ParallelConfig
@@ -40,7 +51,15 @@ SETTINGS_FILE = "run.json"
 DEFAULTS: dict[str, Any] = {"model_size": "target", "experts": None, "top_k": None, "data": None, "teacher": None}
 MODEL_SETTINGS = ("model_size", "experts", "top_k")
 DEFAULTS |= {field.name: field.default for field in fields(TrainConfig) if field.default is not MISSING}
-LATER = ("teacher", "distil_share", "distil_temperature")  # settings that runs of before they were there do without
+ADAPTER_SETTINGS = ("target", "alpha", "rslora", "lora_dropout", "qlora", "dpo")
+LATER = (
+    "teacher",
+    "distil_share",
+    "distil_temperature",
+    "base",
+    "lora",
+    *ADAPTER_SETTINGS,
+)  # settings that runs of before they were there do without
 
 
 @dataclass(frozen=True)
@@ -71,13 +90,38 @@ class TrainingJob:
         """The training configuration. Raises ValueError that names the setting which is not possible."""
         others = (*MODEL_SETTINGS, "data", "teacher")
         settings = {name: value for name, value in self.settings.items() if name not in others}
+        if is_conversations(self.settings["data"]) and self.settings["dpo"] is None:
+            settings["documents"] = True
+        if (base := self.base()) is not None:
+            return TrainConfig(base.config, **settings | {"base": base.fingerprint})
         size, experts, top_k = (self.settings[name] for name in MODEL_SETTINGS)
         model = preset(size, Tokenizer.load().vocab_size, settings["seq_len"], experts, top_k)
         return TrainConfig(model, **settings)
 
-    def texts(self) -> tuple[Tokens, Tokens]:
-        """The tokens to train on and those to validate on."""
-        text, tokenizer = corpus(self.settings["data"]), Tokenizer.load()
+    def base(self) -> BaseFolder | None:
+        """The folder of the setting "base"; None if the run starts from its seed."""
+        name = self.settings["base"]
+        return None if name is None else BaseFolder(folder_of(name, "--base"))
+
+    def tokenizer(self) -> Tokenizer:
+        """The base's, or the committed one."""
+        name = self.settings["base"]
+        return Tokenizer.load() if name is None else Tokenizer.load(folder_of(name, "--base"))
+
+    @property
+    def model_name(self) -> str:
+        """What the run is called where it has no name of its own."""
+        return self.settings["model_size"] if self.settings["base"] is None else folder_of(self.settings["base"]).name
+
+    def texts(self) -> tuple[Tokens | Conversations | Preferences, Tokens | Conversations]:
+        """The tokens to train on and those to validate on. A .jsonl file holds conversations, with dpo pairs."""
+        if self.settings["dpo"] is not None:
+            if not is_conversations(self.settings["data"]):
+                raise ValueError(f"--dpo {self.settings['dpo']} learns from pairs of answers: give --data PAIRS.jsonl")
+            return read_preferences(self.settings["data"], self.tokenizer())
+        if is_conversations(self.settings["data"]):
+            return read_conversations(self.settings["data"], self.tokenizer())
+        text, tokenizer = corpus(self.settings["data"]), self.tokenizer()
         return tokenize(text, tokenizer, "train"), tokenize(text, tokenizer, "validation")
 
     def teacher(self) -> Transformer | None:
@@ -95,7 +139,7 @@ class TrainingJob:
             return
         folder = folder_of(name, "--teacher")
         Teacher.check(read_config(folder), self.config)
-        if Tokenizer.load(folder).fingerprint != Tokenizer.load().fingerprint:
+        if Tokenizer.load(folder).fingerprint != self.tokenizer().fingerprint:
             raise ValueError(f"--teacher {name} has another tokenizer: choose one that has the student's")
 
     def torch_device(self) -> torch.device:
@@ -181,9 +225,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 def _fits(name: str, value: Any) -> bool:
     """Whether a value has the type of the setting; TrainConfig says whether it is a good one."""
-    if name in ("data", "job", "teacher", "experts", "top_k", "max_grad_norm", "spike_nats") and value is None:
+    if value is None and (name in ("job", "lora", "alpha", "dpo") or name in OPTIONAL):
         return True
-    if name in ("data", "job", "teacher"):
+    if name in TEXTS:
         return isinstance(value, str)
     if name in ("dp", "batch_size", "accumulate"):  # which the steps of other numbers of ranks are worked out from
         return isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -191,6 +235,10 @@ def _fits(name: str, value: Any) -> bool:
         return isinstance(value, list) and len(value) == 2 and all(_is_number(each) for each in value)
     default = DEFAULTS[name]
     return isinstance(value, type(default)) if isinstance(default, str | bool) else _is_number(value)
+
+
+TEXTS = ("data", "job", "teacher", "base")
+OPTIONAL = ("data", "teacher", "base", "experts", "top_k", "max_grad_norm", "spike_nats")
 
 
 def _is_number(value: Any) -> bool:
@@ -224,9 +272,10 @@ def _train(group: Group | None, job: TrainingJob, strategy: SingleDevice) -> dic
         parallel=strategy,
         teacher=job.teacher(),
         time_parts=job.time_parts,
+        base=job.base(),
     )
     how = {"save_every": job.save_every, "validate_every": job.validate_every, "lock": not job.is_locked}
-    saves = {"keep": job.keep, "save_in_background": job.save_in_background, "tokenizer": Tokenizer.load().fingerprint}
+    saves = {"keep": job.keep, "save_in_background": job.save_in_background, "tokenizer": job.tokenizer().fingerprint}
     done = fit(trainer, job.folder, resume=job.resume, track_memory=job.track_memory, **how, **saves)
     if strategy.is_root and not (job.folder / SETTINGS_FILE).exists():
         problem = f"{job.folder} was moved or removed while the run went on: what it has saved since is there again."
@@ -244,7 +293,12 @@ def _train(group: Group | None, job: TrainingJob, strategy: SingleDevice) -> dic
     bits = bits_per_byte(unigram, len(tokens), tokens.text_bytes)
     found |= done.validation.to_json() | {"unigram_entropy": unigram, "unigram_bits_per_byte": bits}
     if job.export_to:
-        made = export(trainer, Tokenizer.load(), job.export_to, job.command(), data=job.settings["data"] or "stdlib")
+        about = {"data": job.settings["data"] or "stdlib"}
+        if config.adapter:
+            base = folder_of(job.settings["base"]) if job.settings["base"] else None
+            made = export_adapter(trainer, job.export_to, job.command(), base, **about)
+        else:
+            made = export(trainer, job.tokenizer(), job.export_to, job.command(), **about)
         found["exported"] = {"folder": str(job.export_to), **made}
     return found
 

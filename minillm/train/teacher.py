@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minillm.data import Batch, TokenDataset
+from minillm.data import Batch, TokenDataset, dataset_of
 from minillm.model import ModelConfig, Transformer
 from minillm.model.distillation import Goals
 from minillm.train.config import TrainConfig
@@ -25,7 +25,7 @@ class Teacher:
         self.check(model.config, config)
         self.model, self.config, self.device = model.to(device).requires_grad_(False), config, device
         self.positions = dataset.positions
-        self.windows = TokenDataset(dataset.tokens, dataset.seq_len)
+        self.windows = dataset_of(dataset.tokens, dataset.seq_len)
 
     @staticmethod
     def check(teacher: ModelConfig, config: TrainConfig) -> None:

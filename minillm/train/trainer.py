@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.data import Batch, Loader, TokenDataset, Tokens
+from minillm.adapters.attach import adapted_kinds, without_dropout
+from minillm.adapters.start import BaseFolder, Start
+from minillm.data import Batch, Conversations, Loader, Preferences, Tokens, dataset_of
 from minillm.measure import Ledger, ledger, span
 from minillm.model import Transformer, check_tokens
 from minillm.model.compiler import check_compiler, compile_blocks
@@ -34,12 +36,14 @@ from minillm.parallel.sharding.full_state import full_state, parts_of_full
 from minillm.parallel.sharding.placement import clip_, gradients_of
 from minillm.parallel.sharding.state import LocalState
 from minillm.predict.model import causal_context, training_flops
+from minillm.predict.training.adapters import Adapters
 from minillm.train.activation_checkpointing import MODES, checkpoint_blocks
 from minillm.train.checkpoint.generators import generator_states, restore_generators
 from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.loss_spike import LossSpikeGuard
 from minillm.train.optimizer import adamw, learning_rate
 from minillm.train.precision import PRECISIONS, LossScaler
+from minillm.train.preference import Preference
 from minillm.train.steptime import StepTime
 from minillm.train.strategies.single_device import Microbatch, SingleDevice
 from minillm.train.teacher import Teacher
@@ -86,15 +90,15 @@ class Trainer:
     time_parts: keep a ledger, for the parts of `Step.time`; on a GPU, where each collective then records events of the
         device, a step's `time` is that of the step before. False: no ledger, and only the whole step's seconds.
     teacher: a trained model whose next-token distributions are learnt as well (config.distil_share), whole on every
-    rank; it is not changed. parallel: see strategies/single_device.py. `model` is the bare transformer, `module` what
-    forward is called on.
+    rank; it is not changed. base: the folder that training starts from, if it does not start from the seed. parallel:
+    see strategies/single_device.py. `model` is the bare transformer, `module` what forward is called on.
     """
 
     def __init__(
         self,
         config: TrainConfig,
-        tokens: Tokens,
-        validation: Tokens | None = None,
+        tokens: Tokens | Conversations | Preferences,
+        validation: Tokens | Conversations | None = None,
         *,
         device: torch.device | str = "cpu",
         peak_flops: float | None = None,
@@ -102,6 +106,7 @@ class Trainer:
         workers: int = 1,
         teacher: Transformer | None = None,
         time_parts: bool = True,
+        base: BaseFolder | None = None,
     ):
         self.config, self.device, self.peak_flops = config, torch.device(device), peak_flops
         self._config = config.to_json()
@@ -111,7 +116,11 @@ class Trainer:
                 f"tokens of a vocabulary of {tokens.vocab_size} do not fit the model's {config.model.vocab_size}."
             )
         self.positions = self.parallel.positions(config.seq_len)
-        dataset = TokenDataset(tokens, config.seq_len, self.positions)
+        if isinstance(tokens, Conversations) and not config.documents:
+            raise ValueError("conversations share windows, and each has to see itself alone: set documents=True.")
+        if (config.dpo is not None) != isinstance(tokens, Preferences):
+            raise ValueError("dpo learns from pairs of answers, and pairs are learnt by dpo: give both or neither.")
+        dataset = dataset_of(tokens, config.seq_len, self.positions)
         if teacher is None and config.distil_share:
             raise ValueError(f"distil_share {config.distil_share} is of a teacher's loss: give a teacher.")
         self.teacher = None if teacher is None else Teacher(teacher, config, dataset, self.device)
@@ -119,13 +128,17 @@ class Trainer:
         self.loader = Loader(dataset, config.batch_size, rank, world_size, config.seed, workers=workers)
         self.held_out = validation
         how = {"seed": config.seed, "device": self.device, "dtype": self.precision.weights}
-        self.model = self.parallel.build(config.model, **how)
+        start = Start(base, config.adapter, config.qlora)
+        self.model = self.parallel.build(config.model, start=start, **how)
+        if config.lora_dropout:
+            torch.manual_seed(config.seed + (self.parallel.group.rank if self.parallel.group else 0))
         checkpoint_blocks(self.model, MODES[config.activation_checkpointing])
         if config.compile:
             check_compiler(self.device)
             compile_blocks(self.model)
         self.module = self.parallel.wrap(self.model, self.precision.master)
         make = partial(adamw, config=config)
+        self.preference = None if config.dpo is None else Preference(config.dpo, self.module, self.model)
         self.updater = self.parallel.updater(self.module, make, self.precision.master)
         self.optimizer = self.updater if isinstance(self.updater, torch.optim.Optimizer) else self.updater.inner
         self.scaler = LossScaler(self.precision.scaled)
@@ -167,8 +180,12 @@ class Trainer:
         with span("input", "input"):
             batches = [self._to_device(next(self.loader)) for _ in range(self.config.accumulate)]
             weight = torch.stack([(batch.targets != IGNORE).sum() for batch in batches]).sum().float()
+        if self.preference:
+            with self._computing("forward"):
+                batches, losses, weight = self.preference.weighted(batches)
         loss_divisor = self.parallel.loss_divisor(weight)
         total = self.parallel.forward_backward(self.module, batches, loss_divisor, self._computing, self.scaler.scale)
+        total = losses if self.preference else total
         weight = (loss_divisor * self.parallel.averaged_over).double()
         return self.parallel.sum(total).double() / weight, weight
 
@@ -190,7 +207,7 @@ class Trainer:
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
                 self.updater.step()
-                if self.config.model.moe:
+                if self.config.model.moe and self.config.lora is None:  # with adapters the base stays as it is
                     update_balance_biases(self.model, self.parallel.sum)
             self.scaler.update(finite)
             self.updater.zero_grad()
@@ -199,9 +216,10 @@ class Trainer:
         """Loss on the held-out tokens: on all of them, or on evenly spread windows of about max_tokens in all."""
         if self.held_out is None:
             raise ValueError("there is nothing to validate on: give Trainer(..., validation=tokens).")
-        dataset = TokenDataset(self.held_out, self.config.seq_len, self.positions)
-        with self.precision.context(self.device):
-            how = {"parallel": self.parallel, "documents": self.config.documents}
+        dataset = dataset_of(self.held_out, self.config.seq_len, self.positions)
+        with self.precision.context(self.device), without_dropout(self.model):
+            documents = self.config.documents or isinstance(self.held_out, Conversations)
+            how = {"parallel": self.parallel, "documents": documents}
             return validate(self.module, dataset, self.config.batch_size, max_tokens, self.device, **how)
 
     def progress(self) -> dict[str, Any]:
@@ -320,5 +338,10 @@ class Trainer:
         if self.peak_flops is None:
             return None
         model = self.config.model
-        flops = training_flops(model, causal_context(self.config.seq_len, model.sliding_window)).total
+        context = causal_context(self.config.seq_len, model.sliding_window)
+        if self.config.lora is None:
+            flops = training_flops(model, context).total
+        else:
+            layers = adapted_kinds(model, self.config.adapter)
+            flops = Adapters(model, self.config.lora, layers).training_flops(context).total
         return tokens * flops / seconds / self.peak_flops

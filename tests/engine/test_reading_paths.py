@@ -16,7 +16,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "paged attention": ("model/paged", "cache tables backend gather loop", 500),
     "paged attention on a GPU": ("model/paged", "cache tables backend split triton", 655),
     "quantized cache": ("model/paged", "quantized cache gather triton ../../quantize/kv", 720),
-    "loading a folder": ("model/hf", "load families rope experts weights", 800),
+    "loading a folder": ("model/hf", "load families rope experts weights", 820),
     "a mixture of experts": ("model/moe", "layer router permute experts balance", 700),
     "DDP": ("parallel/data_parallel", "ddp reducer packing", 420),
     "ZeRO-1 and 2": ("parallel/zero", "optimizer reducer ../data_parallel/reducer ../sharding/slices", 670),
@@ -40,9 +40,10 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
         2000,
     ),
     "prefix cache": ("serve", "schedule/blocks schedule/sequence", 350),
-    "quantized weights": ("quantize", "formats linear kernels in_place", 720),
+    "quantized weights": ("quantize", "formats linear kernels in_place", 745),
     "rounding with calibration": ("quantize", "calibrate rescale gptq in_place", 480),
     "quantized folders": ("quantize", "folder words hub", 420),
+    "adapters": ("adapters", "lora attach parallel start peft_folder", 800),
     "sampler": ("serve", "sample/reference sample/batch sample/selection", 450),
 }
 

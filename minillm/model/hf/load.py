@@ -7,6 +7,7 @@ tensor that is silently skipped gives a model that only seems to work.
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
@@ -47,6 +48,34 @@ def load_hf(
     missing or truncated; a tensor missing, unexpected or of another shape.
     """
     folder = Path(folder)
+    config, stored, held, layout, quantized = open_folder(folder, max_seq_len)
+    found = stored_dtype(folder)
+    if layout is None:
+        model = Transformer(config, seed=None, device=device, dtype=dtype or found)
+    else:
+        from minillm.quantize.folder import empty_model
+
+        model = empty_model(config, quantized, layout, stored, device, dtype or found)
+    _fill(model, {each: pieces for each, pieces in held.items() if each not in quantized}, stored, progress)
+    return model
+
+
+class OpenedFolder(NamedTuple):
+    """A folder whose tensors are those of its model, in their shapes.
+
+    stored: name -> the open file that holds it; held: stored tensor -> the pieces of parameters in it; layout: how
+    layers are quantized, None if they are not; quantized: of `held`, those layers.
+    """
+
+    config: ModelConfig
+    stored: weights.Stored
+    held: dict[str, list[Piece]]
+    layout: Any
+    quantized: dict[str, list[Piece]]
+
+
+def open_folder(folder: Path, max_seq_len: int | None = None) -> OpenedFolder:
+    """Reads and checks everything but the values. ValueError as in `load_hf`."""
     config, stored = read_config(folder, max_seq_len), weights.read(folder)
     if config.tie_embeddings and _has_other_head(stored):
         config = replace(config, tie_embeddings=False)
@@ -65,15 +94,7 @@ def load_hf(
     for name, shape in shapes.items():
         if (found := stored[name].get_slice(name).get_shape()) != shape:
             raise ValueError(f"tensor {name} in {folder} has shape {found}, its {CONFIG} asks for {shape}.")
-    found = stored_dtype(folder)
-    if layout is None:
-        model = Transformer(config, seed=None, device=device, dtype=dtype or found)
-    else:
-        from minillm.quantize.folder import empty_model
-
-        model = empty_model(config, quantized, layout, stored, device, dtype or found)
-    _fill(model, {each: pieces for each, pieces in held.items() if each not in quantized}, stored, progress)
-    return model
+    return OpenedFolder(config, stored, held, layout, quantized)
 
 
 def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | None = None) -> None:

@@ -65,11 +65,18 @@ class OutsideTorchDDP:
 
 class BufferSync:
     """Before a forward pass that follows one in training mode, every rank gets rank 0's saved buffers (statistics of
-    BatchNorm), as with torch's DDP. Tables that are not saved never change. is_on: False to send nothing."""
+    BatchNorm), as with torch's DDP. Tables that are not saved never change, nor do the buffers of a module that says
+    `buffers_are_constant`. is_on: False to send nothing."""
 
     def __init__(self, module: nn.Module, group: Group, is_on: Callable[[], bool] = lambda: True) -> None:
         saved = module.state_dict(keep_vars=True)
-        unique = {id(buffer): name for name, buffer in module.named_buffers() if name in saved}
+        constant = {
+            id(buffer)
+            for each in module.modules()
+            if getattr(each, "buffers_are_constant", False)
+            for buffer in each.buffers()
+        }
+        unique = {id(b): name for name, b in module.named_buffers() if name in saved and id(b) not in constant}
         self.module, self.group, self.is_on, self.names = module, group, is_on, list(unique.values())
         self.may_differ = False
         if self.names:

@@ -11,7 +11,7 @@ is resharded its module holds a placeholder on "meta", so that using it is an er
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,7 @@ class FlatParam:
 
     def __init__(self, key: str, infos: Sequence[ParamInfo], settings: ShardSettings) -> None:
         first, sizes = infos[0].parameter, [info.parameter.numel() for info in infos]
+        settings = settings if first.requires_grad else replace(settings, master=False)  # nothing steps frozen weights
         self.settings, self.group, self.is_trained = settings, settings.group, first.requires_grad
         self.reduce_dtype, self.numel = settings.reduce_dtype or first.dtype, sum(sizes)
         padded = -(-self.numel // self.group.world_size) * self.group.world_size

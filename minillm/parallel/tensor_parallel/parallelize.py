@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.model import ModelConfig
-from minillm.model.initialise import initial
+from minillm.model.initialise import Draw, initial
 from minillm.model.moe import MoE
 from minillm.parallel.tensor_parallel.experts import cut_experts
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, fused_column_linears
@@ -76,14 +76,16 @@ def tensor_parallel(
     module.head_loss = partial(linear_vocab_parallel_cross_entropy_sums, **whole_vocabulary)
     module.head_logits = partial(vocab_parallel_logits, **whole_vocabulary)
     module.distil_loss = partial(vocab_parallel_distillation_sums, group=group, vocab_size=config.vocab_size)
-    module.draw = partial(initial_part, group=group)
+    module.draw = partial(initial_part, group=group, draw=getattr(module, "draw", initial))
     module.sequence_shards = group.world_size if region.sequence else 1
     return module
 
 
-def initial_part(config: ModelConfig, name: str, shape: Sequence[int], seed: int, *, group: Group) -> Tensor:
-    """This rank's part of `initial(config, name, ...)`, which is asked for the whole, whatever `shape` says."""
+def initial_part(
+    config: ModelConfig, name: str, shape: Sequence[int], seed: int, *, group: Group, draw: Draw = initial
+) -> Tensor:
+    """This rank's part of what `draw(config, name, ...)` makes, which is asked for the whole, whatever `shape` says."""
     if name not in whole_shapes(config):  # a buffer, which is the same everywhere
-        return initial(config, name, tuple(shape), seed)
+        return draw(config, name, tuple(shape), seed)
     placement = placement_of(config, name, group.rank, group.world_size)
-    return placement.cut(initial(config, name, tuple(placement.shape), seed))
+    return placement.cut(draw(config, name, tuple(placement.shape), seed))

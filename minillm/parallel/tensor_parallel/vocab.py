@@ -167,7 +167,8 @@ class _LinearVocabParallelCrossEntropy(torch.autograd.Function):
         real = Shard(0, region.group.rank, region.group.world_size).real(vocab_size)
         total = torch.zeros((), dtype=exact, device=x.device)
         if wanted:
-            x_gradient, head_gradient = torch.empty_like(rows), torch.zeros_like(head, dtype=exact)
+            x_gradient = torch.empty_like(rows)
+            head_gradient = torch.zeros_like(head, dtype=exact) if ctx.needs_input_grad[1] else None  # None: frozen
         for start in range(0, len(ids), chunk):
             some = slice(start, start + chunk)
             logits = (rows[some] @ head.T).to(exact)
@@ -177,7 +178,9 @@ class _LinearVocabParallelCrossEntropy(torch.autograd.Function):
             if wanted:
                 gradient = gradient.to(x.dtype)
                 x_gradient[some] = gradient @ head
-                if exact == x.dtype:
+                if head_gradient is None:
+                    pass
+                elif exact == x.dtype:
                     head_gradient.addmm_(gradient.T, rows[some])
                 else:
                     head_gradient += gradient.T @ rows[some]

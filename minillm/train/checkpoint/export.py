@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from minillm.data import TokenDataset, Tokenizer
+from minillm.adapters.peft_folder import load_peft, write_peft
+from minillm.data import Conversations, Tokenizer, dataset_of
 from minillm.files import write_whole
 from minillm.measure.provenance import provenance
 from minillm.model import Transformer, load_hf, save_hf
 from minillm.parallel.sharding.full_state import full_state
 from minillm.parallel.sharding.state import LocalState
+from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.trainer import Trainer
 from minillm.train.validation import validate
 
@@ -36,14 +38,33 @@ def export(trainer: Trainer, tokenizer: Tokenizer, folder: str | Path, command: 
         return {}
     save_hf(rounded, folder)
     tokenizer.save(folder)
+    about["parameters"] = sum(parameter.numel() for parameter in rounded.parameters())
+    return _about(trainer, folder, command, **about, **_losses(trainer, folder))
+
+
+def export_adapter(
+    trainer: Trainer, folder: str | Path, command: str, base: Path | None, **about: Any
+) -> dict[str, Any]:
+    """Writes a folder of peft's, with training.json, whose losses are those of the base as stored with the adapters as
+    loaded. base: the folder that training started from, without which there are no losses. Otherwise as `export`."""
+    folder, config = Path(folder), trainer.config
+    weights = LocalState(None, trainer.parallel, trainer.precision.weights)
+    named = full_state(weights, trainer.parallel.group)["model"]
+    if not trainer.parallel.is_root:
+        return {}
+    write_peft(named, config.model, config.adapter, folder, base=base, fingerprint=config.base or "")
+    about["parameters"] = sum(each.numel() for each in named.values())
+    return _about(trainer, folder, command, **about, **(_losses(trainer, base, folder) if base else {}))
+
+
+def _about(trainer: Trainer, folder: Path, command: str, **about: Any) -> dict[str, Any]:
+    """Writes training.json and returns what it says."""
     origin = provenance(command)
     written = {
         "command": command,
         "steps": trainer.steps_done,
         "tokens": trainer.steps_done * trainer.config.tokens_per_step * trainer.parallel.world_size,
-        "parameters": sum(parameter.numel() for parameter in rounded.parameters()),
         **about,
-        **_losses(trainer, folder),
         **{key: origin[key] for key in ("date", "hardware", "cores", "versions")},
         "config": trainer.config.to_json(),
     }
@@ -51,10 +72,15 @@ def export(trainer: Trainer, tokenizer: Tokenizer, folder: str | Path, command: 
     return written
 
 
-def _losses(trainer: Trainer, folder: Path) -> dict[str, float]:
+def _losses(trainer: Trainer, folder: Path, adapter: Path | None = None) -> dict[str, float]:
     """Validation of the exported weights, computed in float32 as `generate` does."""
     if trainer.held_out is None:
         return {}
     model = load_hf(folder, dtype=torch.float32, device=trainer.device)
-    dataset = TokenDataset(trainer.held_out, trainer.config.seq_len)
-    return validate(model, dataset, trainer.config.batch_size, device=trainer.device).to_json()
+    if adapter:
+        load_peft(model, adapter, fingerprint=trainer.config.base or "")
+    dataset = dataset_of(trainer.held_out, trainer.config.seq_len)
+    parallel = SingleDevice()
+    parallel.wrap(model)
+    how = {"device": trainer.device, "parallel": parallel, "documents": isinstance(trainer.held_out, Conversations)}
+    return validate(model, dataset, trainer.config.batch_size, **how).to_json()

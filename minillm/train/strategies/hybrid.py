@@ -27,6 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minillm.adapters.attach import adapted_shapes
+from minillm.adapters.parallel import part_of_adapted
+from minillm.adapters.start import Start
 from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
 from minillm.model.distillation import Goals
@@ -42,12 +45,11 @@ from minillm.parallel.pipeline_parallel.stages import build_parts
 from minillm.parallel.sharding.optimizer import MakeOptimizer, SlicedOptimizer
 from minillm.parallel.sharding.placement import Placement, Replicate, global_norm, sum_partial
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
-from minillm.parallel.tensor_parallel.plan import part_of, whole_shapes
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train.optimizer import Updater
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.groups import LayoutGroups
-from minillm.train.strategies.single_device import Around, Microbatch, SingleDevice, quietly, unscaled
+from minillm.train.strategies.single_device import FROM_SEED, Around, Microbatch, SingleDevice, quietly, unscaled
 
 
 class Hybrid(SingleDevice):
@@ -84,23 +86,25 @@ class Hybrid(SingleDevice):
     def is_root(self) -> bool:
         return self.group.rank == 0
 
-    def build(self, config: ModelConfig, *, seed: int, device: Any = None, **how: Any) -> nn.Module:
+    def build(
+        self, config: ModelConfig, *, seed: int, start: Start = FROM_SEED, device: Any = None, **how: Any
+    ) -> nn.Module:
         """With stage 3 the model is built on "meta": no rank ever holds all of its part."""
         if self.groups.is_split:
             self.layout.check(config)
-        self.config, how = config, {**how, "seed": None, "device": "meta"}
+        self.config, self.lora, how = config, start.lora, {**how, "seed": None, "device": "meta"}
         order = self.layout.order
         parts = build_parts(config, order, self.groups.pp.rank, **how) if order else [Transformer(config, **how)]
         for part in parts:
+            start.read_base(part)
             if self.groups.tp:
                 tensor_parallel(part, config, self.groups.tp, sequence=self.layout.sequence)
             if self.groups.experts:
                 expert_parallel(part, config, self.groups.experts, **self.groups.expert_levels)
             if self.context:
                 context_parallel(part, self.context)
-            if self.layout.zero < 3:
-                part.to_empty(device=device or self.group.device)
-                part.initialize(seed)
+            start.add_adapters(part, self.groups.tp)
+            start.fill(part, seed, device or self.group.device, is_sharded=self.layout.zero == 3)
         self.initialize = functools.partial(parts[0].draw, config, seed=seed)
         return HeldParts(parts) if order else parts[0]
 
@@ -138,11 +142,12 @@ class Hybrid(SingleDevice):
 
     def _place(self, names: Iterable[str]) -> dict[str, Placement]:
         """Of this rank's parameters, before ZeRO shards them. Of ranks with the same numbers, copy 0 counts them."""
-        tp, experts, config, shapes = self.groups.tp, self.groups.experts, self.config, whole_shapes(self.config)
+        tp, experts, shapes = self.groups.tp, self.groups.experts, adapted_shapes(self.config, self.lora)
         replica = Replicate(copy=self.groups.replicate.rank if self.groups.replicate else 0)
         found = {}
         for name in names:
-            part = part_of(config, name, tp.rank, tp.world_size, self.layout.sequence) if tp else Replicate()
+            how = (self.config, name, tp.rank, tp.world_size, self.layout.sequence) if tp else ()
+            part = part_of_adapted(*how) if tp else Replicate()
             stage = Replicate(copy=self._earlier[name])
             expert = (expert_part_of(name, experts.rank, experts.world_size),) if experts else ()
             found[name] = Placement(shapes[name], (*expert, part, stage, replica))
@@ -293,18 +298,19 @@ class Hybrid(SingleDevice):
 
     @property
     def names(self) -> list[str]:
-        return list(whole_shapes(self.config))
+        return list(self.learnt(adapted_shapes(self.config, self.lora)))
 
     def parts(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters()) if self.layout.zero == 3 else super().parts()
+        return self.learnt(dict(self.module.named_parameters())) if self.layout.zero == 3 else super().parts()
 
     @property
     def weight_placements(self) -> Mapping[str, Placement]:
         """Of the module's parameters: slices with stage 3, otherwise the same on all replicas."""
         if self.layout.zero == 3:
-            return self.module.placements
-        copies = {name: Replicate(copy=self._replicas_of(name).rank) for name in self.placements}
-        return {name: placement.within(copies[name]) for name, placement in self.placements.items()}
+            return self.learnt(self.module.placements)
+        own = self.learnt(self.placements)
+        copies = {name: Replicate(copy=self._replicas_of(name).rank) for name in own}
+        return {name: placement.within(copies[name]) for name, placement in own.items()}
 
     @property
     def buffer_placements(self) -> Mapping[str, Placement]:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minillm.adapters.lora import LoraConfig, is_adapter
+from minillm.adapters.start import Start
 from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
 from minillm.model.distillation import Goals
@@ -21,6 +23,7 @@ from minillm.parallel.sharding.optimizer import MakeOptimizer, SlicedOptimizer
 from minillm.parallel.sharding.placement import Placement, Replicate, global_norm, gradients_of
 from minillm.train.optimizer import Updater
 
+FROM_SEED = Start()
 Around = Callable[[str], contextlib.AbstractContextManager]
 
 
@@ -54,7 +57,7 @@ class SingleDevice:
     stride: of those, how many ranks lie from one to the next.
     averaged_over: ranks whose gradients are averaged: those, times the ranks that share every sequence.
     group: all ranks of the run; None: there is one process.
-    stepped: what `updater` has returned.
+    stepped: what `updater` has returned. lora: with adapters, which alone are then stepped, saved and compared.
     """
 
     rank = 0
@@ -62,6 +65,7 @@ class SingleDevice:
     stride = 1
     group: Group | None = None
     stepped: Updater | SlicedOptimizer
+    lora: LoraConfig | None = None
 
     @property
     def averaged_over(self) -> int:
@@ -83,10 +87,17 @@ class SingleDevice:
         for of_the_last in ("_parameters", "_buffer_names"):
             self.__dict__.pop(of_the_last, None)
 
-    def build(self, config: ModelConfig, **how: Any) -> Transformer:
+    def build(
+        self, config: ModelConfig, *, seed: int, start: Start = FROM_SEED, device: Any = None, **how: Any
+    ) -> Transformer:
         """The bare model, before `wrap`, or this rank's parts of it, with the whole model's parameter names.
-        how: seed, device, dtype, attention."""
-        return Transformer(config, **how)
+        start: its initial values, and whether adapters alone are trained; how: dtype, attention."""
+        self.lora = start.lora
+        model = Transformer(config, seed=None, device="meta", **how)
+        start.read_base(model)
+        start.add_adapters(model)
+        start.fill(model, seed, device or torch.get_default_device())
+        return model
 
     def wrap(self, model: nn.Module, master: bool = False) -> nn.Module:
         """The module that forward is called on: the model, or a wrapper that reduces or gathers.
@@ -96,7 +107,7 @@ class SingleDevice:
 
     def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> Updater:
         """The object that steps the parameters of `wrap`'s module, or the shards of them that this rank owns."""
-        self.stepped = Updater(self.model.named_parameters(), make, master, self.weight_placements)
+        self.stepped = Updater(self.parts().items(), make, master, self.weight_placements)
         return self.stepped
 
     def positions(self, seq_len: int) -> Tensor | None:
@@ -195,7 +206,11 @@ class SingleDevice:
 
     @functools.cached_property
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
+        return self.learnt(dict(self.model.named_parameters()))
+
+    def learnt(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """With adapters, theirs alone: the base stays as its folder has it."""
+        return {name: each for name, each in named.items() if self.lora is None or is_adapter(name)}
 
     @property
     def weight_placements(self) -> Mapping[str, Placement]:
@@ -209,6 +224,8 @@ class SingleDevice:
 
     @functools.cached_property
     def _buffer_names(self) -> list[str]:
+        if self.lora is not None:
+            return []
         saved = self.model.state_dict()
         return [name for name, _ in self.model.named_buffers() if name in saved]
 

@@ -182,7 +182,11 @@ CHEAP = {  # what makes each command whole and quick; several ways for one that 
     "quantize": [
         ["--model=model", "--data=file", "--seq-len=16", "--method=gptq", "--bits=8", "--windows=1", "--out=new"]
     ],
-    "train": [["--data=file", "--seq-len=16", "--batch-size=8"], ["--data=file", "--seq-len=16", "--pp=2", "--cp=2"]],
+    "train": [
+        ["--data=file", "--seq-len=16", "--batch-size=8"],
+        ["--data=file", "--seq-len=16", "--pp=2", "--cp=2"],
+        ["--data=file", "--seq-len=16", "--model-size=tiny", "--lora=2"],
+    ],
     "train-heads": [["--kind=medusa", "--model=model", "--data=file", "--seq-len=16"]],
 }
 

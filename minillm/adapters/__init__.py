@@ -1,0 +1,15 @@
+"""Adapters: small matrices beside frozen layers, which learn what the whole model would have to. Reading path:
+
+    lora.py         the layer: base(x) + scale · (x Aᵀ) Bᵀ
+    attach.py       which layers have one; merge, unmerge, switch off
+    parallel.py     beside layers that are cut over ranks
+    start.py        the values that a run starts from: a folder's, NF4 codes of them, and those of adapters
+    peft_folder.py  a folder of peft's, in and out
+
+Trained by `minillm.train` (`python -m minillm train --base DIR --lora 16`), with any layout of ranks.
+"""
+
+from minillm.adapters.attach import adapters, attach, detach, merge, switched_off, unmerge
+from minillm.adapters.lora import LoraConfig, LoraLinear
+
+__all__ = ["LoraConfig", "LoraLinear", "adapters", "attach", "detach", "merge", "switched_off", "unmerge"]
