@@ -170,7 +170,7 @@ class NativeBackend:
     def _track(self, launch: "Launch") -> None:
         """Keep the operation announced until it is seen to be done, and its tensors in memory until `let_go`."""
         operation = launch.operation
-        if self._capturing():
+        if self._on_gpu and self._capturing():
             operation.complete()
             return
         launch.event = operation.event
@@ -194,7 +194,7 @@ class NativeBackend:
 
     def retire_finished(self) -> None:
         """Withdraw the announcements of operations that the device has finished."""
-        if self._capturing():
+        if self._on_gpu and self._capturing():
             return
         launched = self._launched
         while launched and launched[0].is_done():
@@ -210,7 +210,8 @@ class NativeBackend:
         return torch.cuda.stream(self._side)
 
     def _capturing(self) -> bool:
-        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+        """On a GPU: whether a CUDA graph records what is launched."""
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Launch:
