@@ -143,17 +143,28 @@ def dtype_name(x: torch.Tensor) -> str:
 
 
 class Scratch:
-    """Memory for partial sums that arrive, kept from call to call: fresh memory takes longer than adding does."""
+    """Memory for partial sums that arrive, kept from call to call: fresh memory takes longer than adding does.
+
+    On a GPU it is given back when the host has queued its last use, so only the stream that it was used on, whose work
+    comes in order, may use it again: an asynchronous collective on its side stream has memory of its own."""
 
     def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
+        self._free: dict[int, list[torch.Tensor]] = {}  # by stream
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """At least as many bytes as x has, on its device, with anything in them."""
-        memory = self._free.pop() if self._free else x.new_empty(0, dtype=torch.uint8)
+        free = self._free.get(stream_of(x))
+        memory = free.pop() if free else x.new_empty(0, dtype=torch.uint8)
         fits = memory.numel() >= x.nbytes and memory.device == x.device
         return memory if fits else x.new_empty(x.nbytes, dtype=torch.uint8)
 
     def give(self, memory: Sequence[torch.Tensor]) -> None:
         """Hand back for the next call; large pieces go back to the system."""
-        self._free += [piece for piece in memory if piece.numel() <= SCRATCH_BYTES]
+        for piece in memory:
+            if piece.numel() <= SCRATCH_BYTES:
+                self._free.setdefault(stream_of(piece), []).append(piece)
+
+
+def stream_of(x: torch.Tensor) -> int:
+    """The number of the current stream of x's device; 0 on a CPU."""
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0

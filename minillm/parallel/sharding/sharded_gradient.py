@@ -8,12 +8,15 @@ from torch import Tensor
 
 from minillm.comm import Group
 
+NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm, torch._foreach_norm)
+
 
 class ShardedGradient(Tensor):
     """A slice of a gradient.
 
     torch.amp.GradScaler learns of an overflow on any rank of `group`, so that all ranks skip the step and lower their
-    scale together. torch.nn.utils.clip_grad_norm_ is refused: it would clip by the norm of this rank's slices.
+    scale together. torch.nn.utils.clip_grad_norm_ and torch's norms are refused: they would see this rank's slices
+    only. A sum of squares that is written out is not noticed: sum it over `group`.
     """
 
     group: Group
@@ -26,10 +29,10 @@ class ShardedGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func in (torch.linalg.vector_norm, torch._foreach_norm):
+        if func in NORMS:
             raise ValueError(
-                "torch.nn.utils.clip_grad_norm_ sees only this rank's slices of the gradients: use clip_grad_norm_ of "
-                "the optimizer."
+                "a norm (that of torch.nn.utils.clip_grad_norm_, too) sees only this rank's slices of the gradients: "
+                "use clip_grad_norm_ of the optimizer."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})

@@ -478,7 +478,7 @@ def test_the_store_is_not_waited_for_longer_than_the_timeout(monkeypatch) -> Non
         os.close(how["master_listen_fd"])
         raise NoStore
 
-    monkeypatch.setattr("minillm.comm.launch.launcher.dist.TCPStore", store)
+    monkeypatch.setattr("torch.distributed.TCPStore", store)
     for timeout in (2.0, 600.0):
         with pytest.raises(NoStore):
             launch(programs.nothing, 2, timeout=timeout)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minillm.model import dense, kernels
-from minillm.model.attention import tiled_triton
+from minillm.model.attention import tiled_kernels, tiled_triton
 from tests.engine.triton_interpreter import check_in_the_interpreter, needs_triton
 
 
@@ -21,7 +21,7 @@ def test_in_the_interpreter():
 @needs_triton
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["_forward", "_backward_keys", "_backward_queries"])
+@pytest.mark.parametrize("name", ["forward", "backward_keys", "backward_queries"])
 @pytest.mark.parametrize(
     ("dtype", "tensor_cores"), [("bf16", True), pytest.param("fp32", False, marks=pytest.mark.full)]
 )
@@ -32,7 +32,7 @@ def test_compiles_without_a_gpu(name, dtype, tensor_cores, tmp_path, monkeypatch
     from triton.compiler import ASTSource, compile
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = getattr(tiled_triton, name)
+    kernel = getattr(tiled_kernels, name)
     types = dict.fromkeys(("q", "k", "v", "out", "d_out", "dq", "dk", "dv"), f"*{dtype}")
     types |= {"lse": "*fp32", "delta": "*fp32", "scale": "fp32"}
     types |= dict.fromkeys(("positions", "key_positions", "documents", "key_documents"), "*i32")

@@ -9,13 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.comm import launch
 from minillm.model import dense
-from minillm.model.attention import blocks, tiled_triton
+from minillm.model.attention import blocks, tiled_kernels
 from minillm.parallel.context_parallel import context_attention
 from tests.engine.comm.nccl_like import on_nccl_like
 
 SEQ, HEADS, KV_HEADS, HEAD_DIM = 24, 2, 1, 6
 MASKS = [(None, False), (9, False), (None, True)]  # window, documents
-KERNELS = ("_forward", "_backward_keys", "_backward_queries")
+KERNELS = ("forward", "backward_keys", "backward_queries")
 MESSAGES = {"send", "recv_", "promote_types"}  # on a GPU they are none of ours, and the last is no operation
 VIEWS = {"alias", "detach", "view", "select", "slice", "transpose", "permute", "unbind", "unsqueeze", "expand", "split"}
 
@@ -40,15 +40,15 @@ class Launches(TorchDispatchMode):
     @contextlib.contextmanager
     def counting(self):
         """Also the kernels: the interpreter's own copies are none of the caller's."""
-        sound = {name: getattr(tiled_triton, name) for name in KERNELS}
+        sound = {name: getattr(tiled_kernels, name) for name in KERNELS}
         for name, kernel in sound.items():
-            setattr(tiled_triton, name, Counted(kernel, self))
+            setattr(tiled_kernels, name, Counted(kernel, self))
         try:
             with self:
                 yield
         finally:
             for name, kernel in sound.items():
-                setattr(tiled_triton, name, kernel)
+                setattr(tiled_kernels, name, kernel)
 
 
 class Counted:

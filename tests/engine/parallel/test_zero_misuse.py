@@ -55,3 +55,9 @@ def test_a_cast_to_what_it_is_already_changes_nothing(ranks, stage):
 def test_torch_s_clipping_of_the_module_s_own_gradients(ranks):
     """Stage 1 keeps full gradients, of which the own part is the average and the rest is this rank's alone."""
     assert all("use clip_grad_norm_ of the optimizer" in rank["clip"] for rank in ranks)
+
+
+def test_norms_of_slices_that_are_written_by_hand(ranks):
+    for rank in ranks:
+        assert len(rank["norms"]) == 8
+        assert all("a norm (that of torch.nn.utils.clip_grad_norm_, too) sees only" in said for said in rank["norms"])

@@ -34,6 +34,20 @@ def clipped_by_torch(group: Group) -> str:
     return said(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
 
 
+def norms_by_hand(group: Group) -> list[str]:
+    """What torch's norms say of slices, of stage 2 and of FullyShard."""
+    found = []
+    for stage in (2, 3):
+        model = Net()
+        module = FullyShard(model, group) if stage == 3 else model
+        optimizer = module.optimizer(make) if stage == 3 else ZeroOptimizer(model, group, 2, make=make)
+        module(rows(0, group.rank, group.world_size)).backward()
+        gradients = [p.grad for each in optimizer.param_groups for p in each["params"] if p.grad is not None]
+        for norm in (torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.norm):
+            found.append(said(lambda norm=norm, gradients=gradients: torch.stack([norm(each) for each in gradients])))
+    return found
+
+
 def ignored_by_torch(group: Group) -> tuple[str, float]:
     """A DDP that leaves the layers to ZeRO, and they do not sit still."""
     model = Net()
@@ -59,6 +73,7 @@ def misuses(group: Group) -> dict:
         "nothing": nn.Module.double,
     }
     found = {(name, stage): one_step(change, stage, group) for name, change in changes.items() for stage in (1, 2)}
+    found["norms"] = norms_by_hand(group)
     found["clip"] = clipped_by_torch(group)
     found["ignored"] = ignored_by_torch(group)
     try:
