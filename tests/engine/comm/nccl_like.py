@@ -24,8 +24,8 @@ does, whose process group is built on this one:
 - the order between communicators: each has a thread of its own, so any two orders come to an end;
 - devices: tensors are the CPU's; host waits and copies between host and device do not exist.
 
-Neither of them sees time, dtypes or alignments that NCCL lacks, the memory that NCCL itself takes, a fault of a link, or
-collectives in a CUDA graph. Unbatched messages are stricter here: small ones of NCCL may pass without their receiver.
+Neither of them sees time, dtypes or alignments that NCCL lacks, the memory that NCCL itself takes, a fault of a link,
+or collectives in a CUDA graph. Both are stricter with messages: small ones of NCCL may pass without their receiver.
 """
 
 import ctypes
