@@ -40,6 +40,9 @@ def check_nucleus(learner: Any) -> list[Row]:
     cases.append(("equals at the border", [0.4, 0.2, 0.2, 0.2], 0.5))
     for size in (random.randint(5, 7), random.randint(8, 11), random.randint(60, 90)):
         cases.append((f"{size} random tokens", _random_shares(size), random.uniform(0.3, 0.9)))
+    sums = list(itertools.accumulate(sorted(cases[-1][1], reverse=True)))
+    for number in random.sample(range(5, 50), 6):  # a sum that is rounded to 8 bits misses these
+        cases.append((f"a hair beside {number} tokens", cases[-1][1], sums[number - 1] + (-1) ** number * 1e-5))
     found = [learner(torch.tensor(shares, dtype=torch.float64), top_p) for _, shares, top_p in cases]
     for (_, shares, _), kept in zip(cases, found, strict=True):
         fits = isinstance(kept, Tensor) and kept.shape == (len(shares),) and kept.dtype == torch.bool

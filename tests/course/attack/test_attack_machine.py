@@ -138,4 +138,4 @@ def test_mutants_in_the_table_are_still_made():
     assert not stale
 
 
-MOST_ENTRIES = 500
+MOST_ENTRIES = 100
