@@ -13,10 +13,10 @@ from minillm.train.parallel_config import ParallelConfig
 from minillm.train.precision import PRECISIONS, LossScaler, MasterWeights
 from minillm.train.presets import preset
 from minillm.train.run import RunResult, fit
-from minillm.train.steptime import StepTime
+from minillm.train.steptime import Step, StepTime
 from minillm.train.strategies.hybrid import Hybrid
 from minillm.train.strategies.single_device import SingleDevice
-from minillm.train.trainer import Step, Trainer
+from minillm.train.trainer import Trainer
 from minillm.train.validation import Validation, validate
 
 __all__ = [

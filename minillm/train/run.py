@@ -35,8 +35,9 @@ from minillm.train.fault_tolerance.goodput import TimeLog
 from minillm.train.fault_tolerance.heartbeat import HealthMonitor
 from minillm.train.metrics import Metrics
 from minillm.train.run_folder import locked
+from minillm.train.steptime import Step
 from minillm.train.strategies.single_device import SingleDevice
-from minillm.train.trainer import Step, Trainer
+from minillm.train.trainer import Trainer
 from minillm.train.validation import Validation
 
 STOP = "stop"

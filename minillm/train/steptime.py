@@ -1,4 +1,4 @@
-"""Where the time of a step goes: input, forward, backward, communication, optimizer, and what is left: idle.
+"""What a step did, and where its time went: input, forward, backward, communication, optimizer, and what is left: idle.
 
 A step runs inside a ledger. Its spans say what it was doing; its communication events say how long it stood still for
 other ranks, usually inside a span. Standing still counts as communication and not as the work it interrupted, so
@@ -9,7 +9,8 @@ import bisect
 import itertools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from minillm.measure import Ledger
 
@@ -64,3 +65,34 @@ def _part(name: str, kind: str) -> str | None:
     if kind in ("comm", "wait"):
         return "communication"
     return next((part for part in PARTS[:4] if part in (name, kind)), None)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did. loss: nats per token, before the update; grad_norm: before clipping; tokens: of all ranks.
+
+    applied: False if nothing was updated: an overflow that loss scaling expects, or a `rollback` (why, and to where).
+    mfu: useful FLOP/s as a share of the measured peak; recomputation is not useful. None without a peak.
+    position: windows of the stream of data before this step; skipped: those that a rollback gives up, from and up to.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    time: StepTime
+    mfu: float | None
+    loss_scale: float
+    applied: bool = True
+    rollback: str | None = None
+    position: int = 0
+    skipped: tuple[int, int] | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.time.total
+
+    def to_json(self) -> dict[str, Any]:
+        flat = {name: value for name, value in asdict(self).items() if name != "time"}
+        return flat | {"tokens_per_s": self.tokens_per_s} | self.time.to_json()

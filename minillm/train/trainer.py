@@ -17,7 +17,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -44,43 +43,12 @@ from minillm.train.fault_tolerance.loss_spike import LossSpikeGuard
 from minillm.train.optimizer import adamw, learning_rate
 from minillm.train.precision import PRECISIONS, LossScaler
 from minillm.train.preference import Preference
-from minillm.train.steptime import StepTime
+from minillm.train.steptime import Step, StepTime
 from minillm.train.strategies.single_device import Microbatch, SingleDevice
 from minillm.train.teacher import Teacher
 from minillm.train.validation import Validation, validate
 
 PROGRESS = ("config", "windows_per_step", "step", "loader", "loss_spikes", "scaler")
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step did. loss: nats per token, before the update; grad_norm: before clipping; tokens: of all ranks.
-
-    applied: False if nothing was updated: an overflow that loss scaling expects, or a `rollback` (why, and to where).
-    mfu: useful FLOP/s as a share of the measured peak; recomputation is not useful. None without a peak.
-    position: windows of the stream of data before this step; skipped: those that a rollback gives up, from and up to.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    time: StepTime
-    mfu: float | None
-    loss_scale: float
-    applied: bool = True
-    rollback: str | None = None
-    position: int = 0
-    skipped: tuple[int, int] | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.time.total
-
-    def to_json(self) -> dict[str, Any]:
-        flat = {name: value for name, value in asdict(self).items() if name != "time"}
-        return flat | {"tokens_per_s": self.tokens_per_s} | self.time.to_json()
 
 
 class Trainer:
