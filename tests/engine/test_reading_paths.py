@@ -19,7 +19,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "loading a folder": ("model/hf", "load families rope experts weights", 820),
     "a mixture of experts": ("model/moe", "layer router permute experts balance", 700),
     "DDP": ("parallel/data_parallel", "ddp reducer packing", 420),
-    "ZeRO-1 and 2": ("parallel/zero", "optimizer reducer ../data_parallel/reducer ../sharding/slices", 670),
+    "ZeRO-1 and 2": ("parallel/zero", "optimizer reducer ../data_parallel/reducer ../sharding/slices", 680),
     "FSDP": ("parallel/fsdp", "fully_shard param_group flat_param ../sharding/slices state", 1000),
     "tensor parallelism": ("parallel/tensor_parallel", "regions layers vocab plan parallelize", 750),
     "pipeline parallelism": (
