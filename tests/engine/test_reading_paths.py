@@ -11,7 +11,7 @@ HERE = Path(minillm.__file__).parent
 PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "a collective on NCCL": ("comm", "group operation backends/native", 615),
     "ring all-reduce on the CPU": ("comm", "group operation backends/cpu collectives/ring backends/sockets", 800),
-    "a forward pass": ("model", "config transformer initialise rope loss", 900),
+    "a forward pass": ("model", "config transformer initialise rope loss", 905),
     "attention in tiles": ("model/attention", "causal tiled tiled_triton tiled_kernels", 770),
     "paged attention": ("model/paged", "cache tables backend gather loop", 500),
     "paged attention on a GPU": ("model/paged", "cache tables backend split triton", 655),
