@@ -279,7 +279,7 @@ def test_gradients_that_are_not_finite_are_not_applied():
 
 def test_guard_gives_up_with_advice():
     state = [0]
-    guard = LossSpikeGuard(lambda: list(state), lambda saved: None, patience=2)
+    guard = LossSpikeGuard(lambda: list(state), lambda saved: None, spike_nats=2.0, patience=2)
     with pytest.raises(ValueError, match="very first step"):
         guard.roll_back(guard.problem(math.nan, 0.0))
     assert guard.problem(1.0, 1.0) is None
