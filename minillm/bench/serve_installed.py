@@ -78,7 +78,7 @@ def missing() -> list[str]:
             "llama.cpp's repository that no package brings: not compared."
         )
     said.append(
-        "nano-vllm is not compared: it reads Qwen3 checkpoints, which `save_hf` writes of a model with qk_norm, and "
-        "this benchmark serves the committed Llama."
+        "nano-vllm reads Qwen3 checkpoints (`save_hf` writes one of a model with qk_norm), and the model here is a "
+        "Llama: not compared."
     )
     return said
