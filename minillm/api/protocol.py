@@ -148,8 +148,10 @@ def parsed(kind: type[_Asked], body: Any) -> Any:
         asked = kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "str", "int", "bool")))
-        said = EXPECTED.get(str(first["loc"][0]), first["msg"])
+        field, *within = map(str, first["loc"])
+        kinds = ("list[", "str", "constrained-str")  # of a union that pydantic tried
+        name = ".".join([field, *(part for part in within if not part.startswith(kinds))])
+        said = EXPECTED.get(field, first["msg"])
         raise ApiError(400, f"{name or 'a field'}: {said}", param=name) from error
     for name, value in (asked.model_extra or {}).items():
         if name in NEUTRAL:

@@ -49,7 +49,7 @@ def is_loopback(host: str) -> bool:
 
 
 def with_deadline(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, which by itself waits for ever for the first request of a connection."""
+    """uvicorn's protocol, which by itself waits forever for the first request of a connection."""
 
     class FirstRequestDeadline(protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -78,6 +78,6 @@ def uvicorn_config(app: FastAPI, log_level: str = "info", drain_s: float = DRAIN
 
 
 def serve(app: FastAPI, listening: socket.socket, *, log_level: str = "info", drain_s: float = DRAIN_S) -> None:
-    """Until a signal ends it. Between requests a connection stays open for five seconds, before its first one
-    for `FIRST_REQUEST_S`."""
+    """Serves until a signal ends it. A connection that sends nothing is closed: before its first request after
+    `FIRST_REQUEST_S`, between requests after five seconds."""
     DrainingServer(uvicorn_config(app, log_level, drain_s)).run(sockets=[listening])
