@@ -96,13 +96,16 @@ async def while_connected(request: Request, streams: list[Stream]) -> list[Outpu
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    answers = asyncio.ensure_future(asyncio.gather(*map(drain, streams)))
-    leaving = asyncio.ensure_future(gone())
+    async def drain_all() -> list[Output]:
+        return await asyncio.gather(*map(drain, streams))
+
+    answers = asyncio.create_task(drain_all())  # a bare gather that is cancelled logs a traceback
+    leaving = asyncio.create_task(gone())
     try:
         await asyncio.wait((answers, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():
             raise client_left()
-        return list(answers.result())
+        return answers.result()
     finally:
         leaving.cancel()
         answers.cancel()

@@ -1,5 +1,6 @@
 """Requests made to hurt: wrong types, lone surrogates, a million items, bodies that never end, streams nobody reads."""
 
+import gc
 import json
 import logging
 import socket
@@ -122,6 +123,15 @@ def test_a_client_that_leaves_amid_its_body_is_no_fault_and_frees_its_place(serv
     finally:
         logger.removeHandler(handler)
     assert not [record for record in records if record.levelno >= logging.ERROR]
+
+
+def test_a_client_that_leaves_before_its_answer_logs_nothing(served, caplog):
+    connection = raw(served.url, LONG)
+    until(lambda: served.llm.unfinished > 0)
+    connection.close()
+    served.idle()
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_a_body_that_does_not_end_is_408_and_closes(monkeypatch):
