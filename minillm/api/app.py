@@ -1,12 +1,13 @@
 """Routes. A request is parsed, admitted and given to the engine; a client that goes away cancels it within a step.
 
 POST /v1/completions, /v1/chat/completions        GET /v1/models, /v1/models/{name}
-GET  /health (the process answers)  /ready (warm, not draining)  /metrics  / (a page to try it)
+GET  /health (its engines run)  /ready (warm, not draining)  /metrics  / (a page to try it)
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +17,25 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from minillm.api.answers import DONE, Shape, event
-from minillm.api.connection import ClosingResponse, failure, once, pump, while_connected
+from minillm.api.answers import DONE, Shape, TextOffsets, event
+from minillm.api.connection import (
+    ClosingResponse,
+    OpenRequest,
+    body_of,
+    check_ending,
+    failure,
+    pump,
+    while_connected,
+)
 from minillm.api.limits import Admission, ApiError, Entry, Keys, Limits
 from minillm.api.metrics import Metrics
 from minillm.api.protocol import ChatRequest, CompletionRequest, parsed
-from minillm.serve.async_engine import AsyncLLM, Stream
+from minillm.serve.async_engine import AsyncLLM
 from minillm.serve.engine import LLM
 from minillm.serve.requests.params import SamplingParams
 
 PAGE = Path(__file__).with_name("page.html")
+log = logging.getLogger("uvicorn.error")
 KINDS = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error"}
 
 
@@ -69,90 +79,101 @@ class Api:
             raise ApiError(404, f"no model {name!r} here: ask for {known}", param="model", code="model_not_found")
         return self.served[name]
 
-    def submit(self, asked: Any, tenant: str) -> tuple[Shape, list[Stream]]:
-        """A stream for each prompt, all of them or none. ApiError for what cannot run."""
+    @property
+    def healthy(self) -> bool:
+        """Whether every engine still takes steps: one that failed amid a step does not begin again."""
+        return all(served.engine.failure is None for served in self.served.values())
+
+    async def submit(self, asked: Any, opened: OpenRequest) -> Shape:
+        """Opens a stream for each prompt, all of them or none. ApiError for what cannot run."""
         served, chat = self.model(asked.model), isinstance(asked, ChatRequest)
-        tokenizer, llm = served.llm.tokenizer, served.llm
+        opened.model = asked.model
+        count = (1 if chat else len(asked.prompts)) * (asked.n or 1)
+        if count > self.limits.samples:
+            raise ApiError(400, f"{count} answers are asked for: {self.limits.samples} are the limit", param="prompt")
+        prompts = await asyncio.to_thread(self.token_ids, served.llm, asked)
+        context, longest = served.llm.model.config.max_seq_len, max(map(len, prompts))
         if chat:
-            if tokenizer.chat_template is None:
-                what = f"{asked.model} has no chat template: use /v1/completions"
-                raise ApiError(400, what, param="messages", code="no_chat_template")
-            try:
-                prompts = [tokenizer.chat(asked.conversation())]
-            except ValueError as error:
-                raise ApiError(400, str(error), param="messages") from error
             asked.max_tokens = asked.max_completion_tokens or asked.max_tokens
             logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         else:
-            prompts = [([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(each)
-                       if isinstance(each, str) else each for each in asked.prompts]  # fmt: skip
             logprobs = asked.logprobs
-        if not all(prompts) or not prompts:
-            raise ApiError(400, "the prompt is empty: give at least one token", param="prompt")
-        if (count := len(prompts) * (asked.n or 1)) > self.limits.samples:
-            raise ApiError(400, f"{count} answers are asked for: {self.limits.samples} are the limit", param="prompt")
-        longest, most = max(map(len, prompts)), self.limits.prompt_tokens
-        if most is not None and longest > most:
-            raise ApiError(400, f"a prompt of {longest} tokens: {most} are the limit", param="prompt")
-        room = llm.model.config.max_seq_len - longest if chat else 16  # as OpenAI's two endpoints have it
-        params = asked.sampling(served.defaults, logprobs, max(1, room))
-        streams: list[Stream] = []
+        room = max(1, context - longest) if chat else 16  # as OpenAI's two endpoints have it
+        params = asked.sampling(served.defaults, logprobs, room)
         try:
             for prompt in prompts:
-                options = {"salt": tenant, "timeout_s": self.limits.timeout_s}
-                streams.append(served.engine.stream(prompt, params, **options))
-        except (ValueError, RuntimeError) as error:
-            for stream in streams:
-                stream.close()
-            if isinstance(error, RuntimeError):
-                raise ApiError(503, str(error), "server_error", code="overloaded") from error
-            raise ApiError(400, str(error), param="prompt", code="context_length_exceeded") from error
-        return Shape.new(asked.model, tokenizer, chat), streams
+                options = {"salt": opened.tenant, "timeout_s": self.limits.timeout_s}
+                opened.streams.append(await served.engine.open(prompt, params, **options))
+        except RuntimeError as error:
+            code = "engine_failure" if served.engine.failure else "overloaded"
+            raise ApiError(503, str(error), "server_error", code=code) from error
+        except ValueError as error:
+            raise ApiError(400, str(error), param="prompt") from error
+        return Shape.new(asked.model, served.llm.tokenizer, chat, asked.counts_usage)
+
+    def token_ids(self, llm: LLM, asked: Any) -> list[list[int]]:
+        """Of each prompt; in a thread, since a long text takes seconds. ApiError for a prompt that is refused."""
+        tokenizer, field = llm.tokenizer, "prompt"
+        try:
+            if isinstance(asked, ChatRequest):
+                field = "messages"
+                if tokenizer.chat_template is None:
+                    what = f"{asked.model} has no chat template: use /v1/completions"
+                    raise ApiError(400, what, param=field, code="no_chat_template")
+                prompts = [tokenizer.chat(asked.conversation())]
+            else:
+                bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+                prompts = [bos + tokenizer.encode(each) if isinstance(each, str) else each for each in asked.prompts]
+        except ValueError as error:
+            raise ApiError(400, str(error), param=field) from error
+        if not prompts or not all(prompts):
+            raise ApiError(400, "the prompt is empty: give at least one token", param=field)
+        longest, most, context = max(map(len, prompts)), self.limits.prompt_tokens, llm.model.config.max_seq_len
+        if most is not None and longest > most:
+            raise ApiError(400, f"a prompt of {longest} tokens: {most} are the limit", param=field)
+        if longest >= context:
+            what = f"a prompt of {longest} tokens does not fit: use 1 to {context - 1}"
+            raise ApiError(400, what, param=field, code="context_length_exceeded")
+        return prompts
 
     async def answer(self, request: Request, kind: type) -> Response:
-        tenant = request.state.tenant
+        opened = OpenRequest(self.admission, self.metrics, request.state.tenant)
         try:
-            body = json.loads(await request.body())
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON ({error})") from error
-        asked = parsed(kind, body)
-        try:
-            self.admission.enter(tenant)
-        except ApiError as error:
-            self.metrics.requests.labels("", tenant, str(error.status)).inc()
-            raise
-        leave = once(lambda: self.admission.leave(tenant))
-        try:
-            shape, streams = self.submit(asked, tenant)
-            count = lambda status: self.metrics.requests.labels(asked.model, tenant, status).inc()  # noqa: E731
-            if asked.streams:
-                chunks = self.chunks(shape, streams, asked.counts_usage, request.state.id, tenant, count)
-                return ClosingResponse(chunks, media_type="text/event-stream", closes=leave)
+            body = await body_of(request, self.limits.body_s)
             try:
-                outputs = await while_connected(request, streams)
-                if any(answer.reason == "timeout" for output in outputs for answer in output.answers):
-                    raise failure(None)
-            except ApiError as error:
-                count(str(error.status))
-                raise
-            finally:
-                for stream in streams:
-                    self.metrics.done(tenant, stream.output)
-            count("200")
-        except BaseException:
-            leave()
+                content = json.loads(body)
+            except (ValueError, RecursionError) as error:
+                raise ApiError(400, f"the body is not JSON ({error})") from error
+            asked = parsed(kind, content)
+            shape = await self.submit(asked, opened)
+            if asked.streams:
+                opened.status = "ended early"
+                chunks = self.chunks(shape, opened, request.state.id)
+                return ClosingResponse(chunks, opened, self.limits.timeout_s + self.limits.unread_s)
+            outputs = await while_connected(request, opened.streams)
+            for output in outputs:
+                for sample in output.answers:
+                    check_ending(sample.reason)
+            opened.status = "200"
+        except ApiError as error:
+            opened.status = str(error.status)
+            opened.end()
             raise
-        leave()
+        except BaseException:
+            opened.end()
+            raise
+        opened.end()
         return JSONResponse(shape.body(outputs))
 
-    async def chunks(
-        self, shape: Shape, streams: list[Stream], counts: bool, request_id: str, tenant: str, count: Callable
-    ) -> AsyncIterator[bytes]:
+    async def chunks(self, shape: Shape, opened: OpenRequest, request_id: str) -> AsyncIterator[bytes]:
         """Events of all prompts as they come. Once begun, an error is an event, too, and ends the stream."""
+        streams = opened.streams
         each = len(streams[0].request.samples)
-        queue: asyncio.Queue = asyncio.Queue()
+        queue: asyncio.Queue = asyncio.Queue()  # bounded by what the answers may have
         tasks = [asyncio.create_task(pump(place, stream, queue)) for place, stream in enumerate(streams)]
-        begun, shown, open_streams, ok = set(), {}, len(streams), False
+        offsets = [TextOffsets(shape.tokenizer) for _ in range(each * len(streams))]
+        begun: set[int] = set()
+        open_streams = len(streams)
         try:
             while open_streams:
                 place, item = await queue.get()
@@ -162,8 +183,7 @@ class Api:
                         index = place * each + answer
                         if shape.chat and index not in begun:
                             yield shape.first(index)
-                        if sample.reason == "timeout":
-                            raise failure(None)
+                        check_ending(sample.reason)
                         yield shape.last(index, sample.reason)
                     continue
                 if isinstance(item, BaseException):
@@ -172,20 +192,17 @@ class Api:
                 if shape.chat and index not in begun:
                     yield shape.first(index)
                 begun.add(index)
-                yield shape.piece(index, item.text, item.tokens, shown.get(index, 0))
-                shown[index] = shown.get(index, 0) + len(item.text)
-            if counts:
+                yield shape.piece(index, item.text, item.tokens, offsets[index])
+            if shape.counts_usage:
                 yield shape.counted([stream.output for stream in streams])
+            opened.status = "200"
             yield DONE
-            ok = True
         except ApiError as error:
+            opened.status = str(error.status)
             yield event(error.body(request_id))
         finally:
-            for task, stream in zip(tasks, streams, strict=True):
+            for task in tasks:
                 task.cancel()
-                stream.close()
-                self.metrics.done(tenant, stream.output)
-            count("200" if ok else "ended early")
 
 
 def create_app(models: dict[str, LLM], limits: Limits | None = None, keys: Keys | None = None) -> FastAPI:
@@ -196,6 +213,8 @@ def create_app(models: dict[str, LLM], limits: Limits | None = None, keys: Keys 
 
     def refused(request: Request, error: ApiError) -> JSONResponse:
         headers = {"retry-after": "1"} if error.status in (429, 503) else {}
+        if error.status in (408, 413):
+            headers["connection"] = "close"  # what is left of the body is not a request
         return JSONResponse(error.body(request.state.id), error.status, headers)
 
     @app.exception_handler(ApiError)
@@ -211,7 +230,10 @@ def create_app(models: dict[str, LLM], limits: Limits | None = None, keys: Keys 
     @app.exception_handler(Exception)
     async def on_fault(request: Request, error: Exception) -> JSONResponse:
         """No traceback leaves the server: it stands in the log, beside the id that the client gets."""
-        return refused(request, ApiError(500, "the server failed; its log has more", "server_error"))
+        log.error("%s failed:", request.state.id)  # uvicorn logs the traceback next
+        answer = refused(request, ApiError(500, "the server failed; its log has more", "server_error"))
+        answer.headers["x-request-id"] = request.state.id  # `Entry` is within what calls this
+        return answer
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -242,11 +264,11 @@ def create_app(models: dict[str, LLM], limits: Limits | None = None, keys: Keys 
 
     @app.get("/health")
     async def health() -> Response:
-        return Response(status_code=200)
+        return Response(status_code=200 if api.healthy else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
-        return Response(status_code=200 if api.ready and not api.admission.draining else 503)
+        return Response(status_code=200 if api.ready and api.healthy and not api.admission.draining else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

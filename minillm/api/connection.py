@@ -1,30 +1,74 @@
 """Between the engine's streams and a connection: what ends when a client goes away, and what a failure becomes."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
 
-from minillm.api.limits import ApiError
+from minillm.api.answers import REASONS
+from minillm.api.limits import Admission, ApiError
+from minillm.api.metrics import Metrics
 from minillm.serve.async_engine import Stream
 from minillm.serve.requests.output import Output
 
 
-class ClosingResponse(StreamingResponse):
-    """Calls `closes` when the response has ended, however it ended, also if it was never begun."""
+class OpenRequest:
+    """A request from its admission to its end, which comes once: its place is free again, its streams are closed, its
+    status, tokens and times are counted. ApiError if it is not admitted. status: what it ends with."""
 
-    def __init__(self, *args: Any, closes: Callable[[], None], **options: Any):
-        super().__init__(*args, **options)
-        self._closes = closes
+    def __init__(self, admission: Admission, metrics: Metrics, tenant: str):
+        self._admission, self._metrics, self.tenant = admission, metrics, tenant
+        self.model, self.status, self._ended = "", "500", False
+        self.streams: list[Stream] = []
+        try:
+            admission.enter(tenant)
+        except ApiError as error:
+            metrics.requests.labels("", tenant, str(error.status)).inc()
+            raise
+
+    def end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        for stream in self.streams:
+            stream.close()
+            self._metrics.done(self.tenant, stream.output)
+        self._metrics.requests.labels(self.model, self.tenant, self.status).inc()
+        self._admission.leave(self.tenant)
+
+
+class ClosingResponse(StreamingResponse):
+    """A stream that ends the request however it ends itself, also if it was never begun, or if the client does not
+    read it within `timeout_s`."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], opened: OpenRequest, timeout_s: float):
+        super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._opened, self._timeout_s = opened, timeout_s
 
     async def __call__(self, *given: Any) -> None:
         try:
-            await super().__call__(*given)
+            async with asyncio.timeout(self._timeout_s):
+                await super().__call__(*given)
+        except TimeoutError:
+            pass  # uvicorn closes a connection whose response is not complete
         finally:
             await self.body_iterator.aclose()
-            self._closes()
+            self._opened.end()
+
+
+async def body_of(request: Request, seconds: float) -> bytes:
+    """ApiError if it does not come in time, or if the client goes away first."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await request.body()
+    except TimeoutError:
+        what = f"the body did not arrive within {seconds:g} seconds"
+        raise ApiError(408, what, code="timeout") from None
+    except ClientDisconnect:
+        raise client_left() from None
 
 
 async def pump(place: int, stream: Stream, queue: asyncio.Queue) -> None:
@@ -38,7 +82,7 @@ async def pump(place: int, stream: Stream, queue: asyncio.Queue) -> None:
 
 
 async def while_connected(request: Request, streams: list[Stream]) -> list[Output]:
-    """What all streams give; all are cancelled if the client goes away first."""
+    """What all streams give; ApiError if the client goes away first."""
 
     async def drain(stream: Stream) -> Output:
         try:
@@ -52,18 +96,19 @@ async def while_connected(request: Request, streams: list[Stream]) -> list[Outpu
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    answers = asyncio.ensure_future(asyncio.gather(*map(drain, streams)))
-    leaving = asyncio.ensure_future(gone())
+    async def drain_all() -> list[Output]:
+        return await asyncio.gather(*map(drain, streams))
+
+    answers = asyncio.create_task(drain_all())  # a bare gather that is cancelled logs a traceback
+    leaving = asyncio.create_task(gone())
     try:
         await asyncio.wait((answers, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():
-            raise ApiError(499, "the client went away", "server_error", code="client_closed_request")
-        return list(answers.result())
+            raise client_left()
+        return answers.result()
     finally:
         leaving.cancel()
         answers.cancel()
-        for stream in streams:
-            stream.close()
 
 
 def failure(error: str | None) -> ApiError:
@@ -72,12 +117,13 @@ def failure(error: str | None) -> ApiError:
     return ApiError(500, error, "server_error", code="engine_failure")
 
 
-def once(action: Callable[[], None]) -> Callable[[], None]:
-    done: list[bool] = []
+def check_ending(reason: str | None) -> None:
+    """ApiError if a sample was cut off."""
+    if reason == "timeout":
+        raise failure(None)
+    if reason not in REASONS:
+        raise failure(f"an answer was {reason or 'not ended'}")
 
-    def run() -> None:
-        if not done:
-            done.append(True)
-            action()
 
-    return run
+def client_left() -> ApiError:
+    return ApiError(499, "the client went away", "server_error", code="client_closed_request")

@@ -11,16 +11,22 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS = ("/health", "/ready", "/")  # need no key: probes, and the page that asks for one
+LONGEST_MESSAGE, LONGEST_PARAM = 1000, 100  # characters of an error
 
 
 class ApiError(Exception):
-    """An answer that is an error. kind, param and code are fields of OpenAI's error body."""
+    """An answer that is an error. kind, param and code are fields of OpenAI's error body.
+
+    A message may quote what the client sent: it is cut, and what UTF-8 cannot hold is replaced.
+    """
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None, code: str = ""
     ):
+        message = _printable(message, LONGEST_MESSAGE)
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.status, self.message, self.kind, self.code = status, message, kind, code
+        self.param = None if param is None else _printable(param, LONGEST_PARAM)
 
     def body(self, request_id: str) -> dict[str, Any]:
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code or None}
@@ -30,7 +36,8 @@ class ApiError(Exception):
 @dataclass(frozen=True)
 class Limits:
     """body_bytes: of a request. prompt_tokens: None = what the model takes. samples: n times prompts of a request.
-    open_requests: of all tenants together, per_tenant: of each. timeout_s: from arrival to the last token."""
+    open_requests: of all tenants together, per_tenant: of each. timeout_s: from arrival to the last token. body_s:
+    seconds for a body to arrive. unread_s: seconds beyond timeout_s for a client to read its stream."""
 
     body_bytes: int = 4 << 20
     prompt_tokens: int | None = None
@@ -38,6 +45,8 @@ class Limits:
     open_requests: int = 1024
     per_tenant: int = 1024
     timeout_s: float = 600.0
+    body_s: float = 30.0
+    unread_s: float = 30.0
 
 
 @dataclass
@@ -59,20 +68,31 @@ class Keys:
                     raise ValueError(f"{file}, line {number}: write a tenant's name and its key, with a space between")
                 if words[0] in found:
                     raise ValueError(f"{file}, line {number}: the tenant {words[0]!r} stands there twice")
+                if words[1] in found.values():
+                    raise ValueError(f"{file}, line {number}: {words[0]!r} has the key of another tenant")
                 found[words[0]] = words[1]
         if any(len(secret) < 8 for secret in found.values()):
             raise ValueError("a key has fewer than 8 characters: choose a longer one")
         return cls(found)
 
     def tenant(self, authorization: str | None) -> str:
-        """Whose "Bearer KEY" this is; ApiError 401 if nobody's. Compares with every key, in constant time each."""
+        """Whose "Bearer KEY" this is; ApiError 401 if nobody's. Compares with every key, in constant time each.
+
+        authorization: the header's bytes as latin-1, as ASGI servers decode them.
+        """
         if not self.secrets:
             return "default"
-        given = (authorization or "").removeprefix("Bearer ").encode()
+        scheme, _, key = (authorization or "").partition(" ")
+        given = key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
         known = [name for name, secret in self.secrets.items() if hmac.compare_digest(given, secret.encode())]
         if not known:
             raise ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
         return known[0]
+
+
+def _printable(text: str, most: int) -> str:
+    shown = text if len(text) <= most else text[:most] + "..."
+    return shown.encode("utf-8", "replace").decode()
 
 
 def _lines(file: Path) -> list[str]:
@@ -83,7 +103,7 @@ def _lines(file: Path) -> list[str]:
 
 
 class Admission:
-    """Counts open requests. `async with` is not needed: nothing waits, a request enters or is refused."""
+    """Counts open requests, from before their body is read. Nothing waits: a request enters or is refused."""
 
     def __init__(self, limits: Limits):
         self.limits, self.open = limits, Counter()
@@ -128,8 +148,9 @@ class Entry:
             if scope["path"] not in OPEN_PATHS:
                 state["tenant"] = self.keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
             self._check(int(headers.get(b"content-length", b"0")))
-        except ApiError as error:
-            await JSONResponse(error.body(request_id), error.status)(scope, receive, named)
+        except ApiError as error:  # the body is not read, so the connection cannot serve another request
+            answer = JSONResponse(error.body(request_id), error.status, {"connection": "close"})
+            await answer(scope, receive, named)
             return
         seen = 0
 

@@ -21,7 +21,7 @@ class Metrics:
         self.tpot = Histogram("minillm_tpot_seconds", "time per token after it", ("tenant",), buckets=PER_TOKEN, **own)
         self.whole = Histogram("minillm_end_to_end_seconds", "of an answer", ("tenant",), buckets=SECONDS, **own)
         gauges = {
-            "minillm_waiting_requests": ("requests in the queue", lambda llm: llm.unfinished - _running(llm)),
+            "minillm_waiting_requests": ("requests in the queue", _waiting),
             "minillm_running_sequences": ("sequences in the batch", _running),
             "minillm_kv_blocks_used": ("blocks of keys and values held", lambda llm: llm.pool.used),
             "minillm_kv_blocks": ("blocks there are", lambda llm: llm.pool.total),
@@ -44,6 +44,11 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def _waiting(llm: LLM) -> int:
+    """Requests (one with n > 1 stands for all its samples) that no step has begun, and preempted sequences."""
+    return llm.scheduler.num_waiting + len(llm.requests.arrived)
 
 
 def _running(llm: LLM) -> int:

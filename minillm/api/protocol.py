@@ -7,9 +7,9 @@ and `stream_options.include_usage` are served; beside them the engine's own `top
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, Strict, StrictBool, ValidationError
 
 from minillm.api.limits import ApiError
 from minillm.serve.requests.params import SamplingParams
@@ -32,31 +32,47 @@ NEUTRAL = {  # fields that are not served, by the values that ask for nothing
     "web_search_options": (None,),
 }
 LEFT_OUT = ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+EXPECTED = {  # of fields that may be one of several things: pydantic speaks of the first
+    "prompt": "give a text, a list of token ids, or a list of either",
+    "stop": "give a text or a list of texts",
+}
 MOST_LOGPROBS, MOST_STOPS = 20, 16
+
+
+class _FirstError(FailFast):
+    """A list is refused with its first wrong item: an error for each of a million would take seconds and gigabytes."""
+
+    __hash__ = object.__hash__  # unions of types need it
+
+
+Whole = Annotated[int, Strict()]  # neither true, nor "5", nor 5.0
+Number = Annotated[float, Strict()]
+Ids = Annotated[list[Whole], _FirstError()]
+Texts = Annotated[list[str], _FirstError()]
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="ignore")
-    include_usage: bool = False
+    include_usage: StrictBool = False
 
 
 class _Asked(BaseModel):
     """What both kinds of request have."""
 
-    model_config = ConfigDict(extra="allow", strict=False)
+    model_config = ConfigDict(extra="allow")
     model: str
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stop: str | list[str] | None = None
-    n: int | None = Field(default=None, ge=1)
-    stream: bool | None = None
+    max_tokens: Whole | None = Field(default=None, ge=1)
+    temperature: Number | None = Field(default=None, ge=0, le=2)
+    top_p: Number | None = Field(default=None, gt=0, le=1)
+    top_k: Whole | None = Field(default=None, ge=1)
+    min_p: Number | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: Number | None = Field(default=None, gt=0)
+    seed: Whole | None = Field(default=None, ge=0, lt=2**63)
+    stop: str | Texts | None = None
+    n: Whole | None = Field(default=None, ge=1)
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = False
+    ignore_eos: StrictBool = False
 
     @property
     def streams(self) -> bool:
@@ -84,8 +100,8 @@ class _Asked(BaseModel):
 class CompletionRequest(_Asked):
     """POST /v1/completions. prompt: a text, token ids, or a list of either."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = ""
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    prompt: str | Ids | Texts | Annotated[list[Ids], _FirstError()] = ""
+    logprobs: Whole | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -96,7 +112,7 @@ class CompletionRequest(_Asked):
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], _FirstError()] | None = None
 
     def plain(self, place: int) -> dict[str, str]:
         """As a chat template takes it: parts of text are joined; ApiError for pictures, sound, calls of tools."""
@@ -115,10 +131,10 @@ class Message(BaseModel):
 class ChatRequest(_Asked):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    messages: Annotated[list[Message], _FirstError()] = Field(min_length=1)
+    max_completion_tokens: Whole | None = Field(default=None, ge=1)
+    logprobs: StrictBool | None = None
+    top_logprobs: Whole | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
     def conversation(self) -> list[dict[str, str]]:
         return [message.plain(place) for place, message in enumerate(self.messages)]
@@ -131,9 +147,12 @@ def parsed(kind: type[_Asked], body: Any) -> Any:
     try:
         asked = kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "str", "int", "bool")))
-        raise ApiError(400, f"{name}: {first['msg']}", param=name) from error
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field, *within = map(str, first["loc"])
+        kinds = ("list[", "str", "constrained-str")  # of a union that pydantic tried
+        name = ".".join([field, *(part for part in within if not part.startswith(kinds))])
+        said = EXPECTED.get(field, first["msg"])
+        raise ApiError(400, f"{name or 'a field'}: {said}", param=name) from error
     for name, value in (asked.model_extra or {}).items():
         if name in NEUTRAL:
             if value not in NEUTRAL[name]:
@@ -142,4 +161,6 @@ def parsed(kind: type[_Asked], body: Any) -> Any:
                 )
         elif name not in LEFT_OUT:
             raise ApiError(400, f"unknown field {name!r}", param=name, code="unknown_parameter")
+    if asked.stream_options is not None and not asked.streams:
+        raise ApiError(400, "stream_options is only for streams: set stream, or leave it out", param="stream_options")
     return asked

@@ -3,6 +3,7 @@
 accept ──▶ event loop (HTTP) ──▶ AsyncLLM's thread (forward passes) ──▶ event loop ──▶ client
 """
 
+import asyncio
 import ipaddress
 import socket
 
@@ -10,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 DRAIN_S = 30.0  # for open requests after SIGTERM; then they are cut off
+FIRST_REQUEST_S = 10.0  # for the headers of a connection's first request
 
 
 class DrainingServer(uvicorn.Server):
@@ -27,13 +29,16 @@ def bind(host: str, port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         found.close()
-        raise ValueError(
-            f"cannot listen on {host}, port {port} ({error.strerror}): choose another with --port"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot listen on {host}, port {port} ({reason}): choose another with --port") from None
     found.listen(2048)
     return found
+
+
+def url_of(host: str, listening: socket.socket) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
 
 
 def is_loopback(host: str) -> bool:
@@ -43,8 +48,22 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def serve(app: FastAPI, listening: socket.socket, *, log_level: str = "info", drain_s: float = DRAIN_S) -> None:
-    """Until a signal ends it. A connection that sends no request for five seconds is closed."""
+def with_deadline(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, which by itself waits forever for the first request of a connection."""
+
+    class FirstRequestDeadline(protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(FIRST_REQUEST_S, self.close_if_silent)
+
+        def close_if_silent(self) -> None:
+            if self.cycle is None:  # no request's headers have come
+                self.transport.close()
+
+    return FirstRequestDeadline
+
+
+def uvicorn_config(app: FastAPI, log_level: str = "info", drain_s: float = DRAIN_S) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         log_level=log_level,
@@ -53,4 +72,12 @@ def serve(app: FastAPI, listening: socket.socket, *, log_level: str = "info", dr
         server_header=False,
         lifespan="on",
     )
-    DrainingServer(config).run(sockets=[listening])
+    config.load()
+    config.http_protocol_class = with_deadline(config.http_protocol_class)
+    return config
+
+
+def serve(app: FastAPI, listening: socket.socket, *, log_level: str = "info", drain_s: float = DRAIN_S) -> None:
+    """Serves until a signal ends it. A connection that sends nothing is closed: before its first request after
+    `FIRST_REQUEST_S`, between requests after five seconds."""
+    DrainingServer(uvicorn_config(app, log_level, drain_s)).run(sockets=[listening])

@@ -67,7 +67,7 @@ def command(
         raise ValueError(f"serve needs {', '.join(missing)}: pip install 'minillm[serve]', or requirements.txt")
     from minillm.api.app import create_app
     from minillm.api.limits import Keys, Limits
-    from minillm.api.run import bind, is_loopback, serve
+    from minillm.api.run import bind, is_loopback, serve, url_of
 
     keys = Keys.read(api_key, api_keys)
     if not is_loopback(host) and not keys.secrets:
@@ -86,7 +86,7 @@ def command(
         where = {"device": device, "dtype": None if dtype is None else DTYPES[dtype], "max_seq_len": max_seq_len}
         llm = _engine(model, drafter, k, where, options)
         known = name or (Path(model).name if Path(model).is_dir() else model)
-        address = f"http://{host}:{listening.getsockname()[1]}"
+        address = url_of(host, listening)
         typer.echo(f"{known}: {address}/v1 for OpenAI's clients, {address}/ to try it in a browser", err=True)
         serve(create_app({known: llm}, limits, keys), listening)
     finally:

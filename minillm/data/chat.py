@@ -38,7 +38,7 @@ def render(
     given = {"tools": None, "documents": None, **variables}
     try:
         return environment.from_string(template).render(messages=messages, **given)
-    except jinja2.TemplateError as error:
+    except Exception as error:  # a template is a foreign program: it may divide by zero as well as refuse
         raise ValueError(f"the chat template cannot be applied to these messages ({error}).") from error
 
 

@@ -27,6 +27,7 @@ SEPARATOR = "<|endoftext|>"
 COMMITTED = Path(__file__).with_name("tokenizer.json")
 # What other byte-level tokenizers call their end of text, when no tokenizer_config.json says so.
 _KNOWN_EOS = (SEPARATOR, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
+NO_UNICODE = "the text is not a Unicode string (a lone surrogate?): use encode_bytes for raw bytes"
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's, of a byte that is in no other token
 
 # A printable stand-in for each byte (GPT-2's): itself where it prints, else the next code point from 256 up.
@@ -171,9 +172,7 @@ class Tokenizer:
                 return [np.array(self._encode_apart(text, special=False), dtype=np.int64) for text in texts]
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:
-            raise ValueError(
-                "the text is not a Unicode string (a lone surrogate?): use encode_bytes for raw bytes"
-            ) from None
+            raise ValueError(NO_UNICODE) from None
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def encode_bytes(self, data: bytes) -> list[int]:
@@ -291,7 +290,10 @@ class Tokenizer:
         if special and pattern is not None:
             text = pattern.sub(lambda hit: names[hit[0]], text)
         text = text.replace(mark, "") if mark else text
-        return [ids.get(token, token) for token in backend.encode(text, add_special_tokens=False).ids]
+        try:
+            return [ids.get(token, token) for token in backend.encode(text, add_special_tokens=False).ids]
+        except TypeError:
+            raise ValueError(NO_UNICODE) from None
 
     def _with_names(self, sign: str) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
         """(this tokenizer with other names for its special tokens, name -> that name, id there -> id here).

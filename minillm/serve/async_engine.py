@@ -70,6 +70,11 @@ class AsyncLLM:
             pass
         return stream.output
 
+    @property
+    def failure(self) -> str | None:
+        """Why its thread has stopped by itself; None while it runs, or was closed."""
+        return self._failure
+
     def _check_open(self) -> None:
         if self._closed or self._failure is not None:
             raise RuntimeError(f"this AsyncLLM takes no requests any more: it {self._failure or 'is closed'}.")

@@ -18,9 +18,9 @@ from minillm.serve.engine import LLM
 pytest.importorskip("fastapi", reason="the server's packages are not installed: requirements.txt")
 import uvicorn
 
-from minillm.api.app import create_app
+from minillm.api.app import Api, create_app
 from minillm.api.limits import Keys, Limits
-from minillm.api.run import bind
+from minillm.api.run import bind, uvicorn_config
 
 PATIENCE_S = 60
 TEMPLATE = (
@@ -42,10 +42,12 @@ class Running:
     llm: LLM
     url: str
     server: uvicorn.Server
+    api: Api
 
     def idle(self) -> None:
         """Waits until nothing is open; AssertionError if blocks are held by then."""
         until(lambda: self.llm.unfinished == 0 and self.llm.pool.used == 0)
+        until(lambda: self.api.admission.open.total() == 0, "a request that has ended still counts as open")
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
@@ -63,14 +65,14 @@ def until(fits, what: str = "") -> None:
 @contextlib.contextmanager
 def running(llm: LLM, limits: Limits | None = None, keys: Keys | None = None) -> Iterator[Running]:
     listening = bind("127.0.0.1", 0)
-    config = uvicorn.Config(create_app({"draft": llm}, limits, keys), log_level="error", lifespan="on")
-    server = uvicorn.Server(config)
+    app = create_app({"draft": llm}, limits, keys)
+    server = uvicorn.Server(uvicorn_config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
         until(lambda: server.started, "the server did not start")
-        yield Running(llm, url, server)
+        yield Running(llm, url, server, app.state.api)
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)
