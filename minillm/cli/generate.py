@@ -34,7 +34,7 @@ from minillm.serve.requests.output import Output
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import prompt_ids
 from minillm.serve.requests.summary import summary
-from minillm.serve.run.memory import default_num_blocks, gpu_limits
+from minillm.serve.run.memory import default_num_blocks, gpu_limits, rows_of_each
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
@@ -281,8 +281,9 @@ def engine(model: Transformer, tokenizer: Tokenizer, requests: list[tuple[int, S
     needed = sum(1 + -(-length // BLOCK_SIZE) for length in lengths)
     limits = {name: options[name] for name in ("max_num_seqs", "token_budget") if name in options}
     limits |= gpu_limits(model, limits)
-    kv = options.get("kv_dtype")
-    fits = default_num_blocks(model, BLOCK_SIZE, kv_format=KV_FORMATS[kv] if kv else None, **limits)
+    kv, rows = options.get("kv_dtype"), rows_of_each(options.get("k", 0))
+    sizes = {"kv_format": KV_FORMATS[kv] if kv else None, "rows_of_each": rows}
+    fits = default_num_blocks(model, BLOCK_SIZE, **sizes, **limits)
     options |= {"num_blocks": min(needed, fits), **limits}
     return LLM(model, tokenizer=tokenizer, block_size=BLOCK_SIZE, **options)
 

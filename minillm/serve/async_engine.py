@@ -42,6 +42,7 @@ class AsyncLLM:
         self.llm = llm
         self._arrived: deque[_Listener] = deque()
         self._wake, self._closed, self._failure = threading.Event(), False, None
+        self._door = threading.Lock()  # whoever has come in is answered: the thread ends with the door closed
         self._thread = threading.Thread(target=self._run, name="minillm engine", daemon=True)
         self._thread.start()
 
@@ -59,9 +60,7 @@ class AsyncLLM:
         self._check_open()
         request_id = options.pop("request_id", None)
         make = self.llm.requests.request
-        request = await asyncio.to_thread(make, prompt, params, awaited=True, **options)
-        self._check_open()
-        return self._submit(request, request_id)
+        return self._submit(await asyncio.to_thread(make, prompt, params, awaited=True, **options), request_id)
 
     async def generate(self, prompt: str | list[int], params: SamplingParams | None = None, **options) -> Output:
         """The whole answer. RuntimeError if the request failed."""
@@ -82,14 +81,17 @@ class AsyncLLM:
     def _submit(self, request: Request, request_id: str | None) -> "Stream":
         listener = _Listener(request, OutputCursor(request), asyncio.get_running_loop())
         stream = Stream(listener, self.llm)
-        self.llm.requests.submit(request, request_id)
-        self._arrived.append(listener)
+        with self._door:
+            self._check_open()
+            self.llm.requests.submit(request, request_id)
+            self._arrived.append(listener)
         self._wake.set()
         return stream
 
     async def aclose(self) -> None:
         """Cancels what has not ended, ends all streams and the thread. Again: nothing."""
-        self._closed = True
+        with self._door:
+            self._closed = True
         self._wake.set()
         await asyncio.to_thread(self._thread.join)
 
@@ -115,8 +117,9 @@ class AsyncLLM:
                 self.llm.advance()
                 live = self._deliver(live)
         except Exception as failure:
-            self._failure = f"stopped: {type(failure).__name__}: {failure}"
-            left = [*live, *self._arrived]
+            with self._door:
+                self._failure = f"stopped: {type(failure).__name__}: {failure}"
+                left = [*live, *self._arrived]
             self.llm.requests.cancelled.extend(listener.request for listener in left)
             self._wake_loops([(listener, [RuntimeError(f"the engine {self._failure}")]) for listener in left])
 

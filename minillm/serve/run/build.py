@@ -5,7 +5,7 @@ from minillm.model.kernels import gpu_of
 from minillm.model.paged import Backend, PagedCache
 from minillm.model.paged.quantized import RowFormat
 from minillm.serve.run.decode_graphs import wants_graphs
-from minillm.serve.run.memory import blocks_of_full_length, pool_sizes
+from minillm.serve.run.memory import blocks_of_full_length, pool_sizes, rows_of_each
 from minillm.serve.run.model_runner import Runner
 from minillm.serve.run.warm_up import warm_up as run_warm_up
 from minillm.serve.schedule.blocks import BlockPool
@@ -23,9 +23,8 @@ def build_pool(
     drafts: object,
     **options,
 ) -> BlockPool:
-    """Of an engine. drafts: `LLM`'s k, 0 without a proposer; with k draft tokens a step samples from k + 1 rows of each
-    sequence. options: of `pool_sizes`."""
-    options["rows_of_each"] = 1 + (drafts if isinstance(drafts, int) else getattr(drafts, "most", 8))
+    """Of an engine. drafts: see `rows_of_each`. options: of `pool_sizes`."""
+    options["rows_of_each"] = rows_of_each(drafts)
     options["reserved_bytes"] = getattr(backend, "workspace_bytes", 0)
     total, on_host = pool_sizes(model, block_size, num_blocks, num_host_blocks, **options)
     window = model.config.window_of_all_layers

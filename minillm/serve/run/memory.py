@@ -115,6 +115,12 @@ def default_num_blocks(
     return min(fits, max_num_seqs * blocks_of_full_length(model.config, block_size))
 
 
+def rows_of_each(drafts: object) -> int:
+    """The `rows_of_each` of `default_num_blocks`. drafts: `LLM`'s k, 0 without a proposer; with k draft tokens a step
+    samples from k + 1 rows of each sequence."""
+    return 1 + (drafts if isinstance(drafts, int) else getattr(drafts, "most", 8))
+
+
 def _check_fits(name: str, number: int, least: int, block_bytes: int, memory: int) -> None:
     """ValueError for more blocks than the whole memory holds."""
     check_whole(name, number, least)

@@ -18,7 +18,8 @@ def warm_up(runner: Runner, token_budget: int) -> None:
     """token_budget: tokens of the largest pass."""
     if runner.graphs is not None:
         runner.graphs.record_all()
-    for tokens, keys in passes(token_budget, runner.tables.host.shape[1] * runner.cache.block_size):
+    slots = runner.tables.host.shape[1] * runner.cache.block_size
+    for tokens, keys in passes(token_budget, min(slots, runner.model.config.max_seq_len)):
         runner.execute(pass_of(tokens, keys))
 
 

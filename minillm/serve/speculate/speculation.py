@@ -148,6 +148,7 @@ class Speculation:
             flat = self.judge(logits, [row for rows in wanted for row in rows], self._seen_on_host, self._seen)
             return [flat[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)], []
         except Exception:
+            self._seen_on_host = SeenOnHost()  # what it says may not have come to the device
             found, faults = [], []
             for (sample, *_), rows, part in zip(step.ready, wanted, logits.split(sizes), strict=True):
                 try:

@@ -12,6 +12,8 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig, RopeScaling, Transformer, load_hf, save_hf
 from minillm.model.generate import generate
 from minillm.model.hf.generation_config import GenerationDefaults, read_generation_config
+from minillm.serve import SamplingParams
+from minillm.serve.speculate import NGram
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token + '\n' }}{% endfor %}bot:"
 
@@ -132,3 +134,17 @@ def test_chat(folder, tmp_path, capsys):
     file.write_text(said)
     assert run(["generate", "--batch", str(file), *options]) == 0
     assert capsys.readouterr().out.endswith(f"bot:{expected}\n")
+
+
+@pytest.mark.parametrize("options, rows", [({}, 1), ({"k": 3}, 4), ({"k": "adaptive"}, 9)])
+def test_the_blocks_of_a_batch_leave_room_for_the_logits_of_drafts(folder, monkeypatch, options, rows):
+    asked, model = [], load_hf(folder)
+
+    def fits(*_, rows_of_each=1, **__):
+        asked.append(rows_of_each)
+        return 64
+
+    monkeypatch.setattr(command, "default_num_blocks", fits)
+    options |= {"proposer": NGram()} if options else {}
+    llm = command.engine(model, Tokenizer.load(folder), [(3, SamplingParams())], **options)
+    assert asked == [rows] and llm.pool.total == 3

@@ -215,3 +215,37 @@ def test_a_prompt_becomes_tokens_in_a_thread(monkeypatch):
 
     asyncio.run(main())
     assert names == [False, False]
+
+
+@pytest.mark.parametrize("why", ["closed", "stopped"])
+def test_a_request_that_comes_as_the_thread_ends_is_refused(monkeypatch, why):
+    """Between the first look at the door and the way in, the thread ends: nobody would ever answer."""
+
+    async def main():
+        llm = LLM(MODEL, block_size=4)
+        server, make = AsyncLLM(llm), llm.requests.request
+
+        def ends(*given, **options):
+            monkeypatch.setattr(llm.requests, "request", make)
+            if why == "closed":
+                closing = threading.Thread(target=lambda: asyncio.run(server.aclose()))
+                closing.start()
+                closing.join()
+            else:
+                others.append(server.stream([1]))
+                server._thread.join()
+            return make(*given, **options)
+
+        def raises():
+            raise OSError("no device")
+
+        others = []
+        monkeypatch.setattr(llm, "advance", raises)
+        monkeypatch.setattr(llm.requests, "request", ends)
+        with pytest.raises(RuntimeError, match=why):
+            server.stream(PROMPTS[0])
+        for other in others:
+            with pytest.raises(RuntimeError, match="no device"):
+                await asyncio.wait_for(tokens_of(other), PATIENCE_S)
+
+    asyncio.run(main())

@@ -106,6 +106,12 @@ def test_a_warm_up_compiles_for_all_heights_of_tiles_and_splits():
     nothing_left(llm)
 
 
+def test_a_warm_up_stays_within_a_context_that_is_no_whole_number_of_blocks():
+    model = Transformer(ModelConfig(50, 32, 64, 1, 4, 2, max_seq_len=30), seed=2)
+    llm = LLM(model, graphs=True, warm_up=True, block_size=8)
+    assert llm.generate([[1, 2]])[0].answers[0].ids == list(generate(model, [1, 2], 16))
+
+
 @torch.no_grad()
 def test_a_poisoned_pool_and_what_fills_a_step_up(recording):
     """Three sequences in a graph of four: no slot is read or written that is not theirs."""

@@ -119,3 +119,20 @@ def test_a_draft_is_read_once_and_stays_on_the_device(as_on_a_gpu, monkeypatch):
     assert lists == [(len(asked), 4)] and proposer.passes == 4
     assert [len(draft.tokens) for draft in drafts] == [each.k for each in asked]
     assert proposer.backend is default_backend(torch.device("cpu"))
+
+
+def test_what_raises_once_costs_no_sequence_its_penalty(monkeypatch):
+    """The second try has to write the tokens seen anew: the first one may have ended before it wrote any."""
+    model, prompts = Transformer(CONFIG, seed=2), [list(range(start, 300, 6)) for start in range(6)]
+    params, grow, raised = SamplingParams(max_tokens=12, repetition_penalty=3), SeenTokens._table_of, []
+
+    def once(self, *given):
+        if not raised:
+            raised.append(True)
+            raise torch.OutOfMemoryError("no room")
+        return grow(self, *given)
+
+    wanted = LLM(model).generate(prompts, params)
+    monkeypatch.setattr(SeenTokens, "_table_of", once)
+    found = LLM(model, proposer=NGram(3, 1)).generate(prompts, params)
+    assert raised and [each.answers[0].ids for each in found] == [each.answers[0].ids for each in wanted]
