@@ -21,5 +21,6 @@ def compile_blocks(model: nn.Module) -> None:
     The whole model as one graph would have one backward node, which returns all gradients at its end: nothing could be
     reduced while backward computes, and nothing could be gathered block by block. Hooks of a block stay outside.
     """
-    for block in model.blocks:
+    blocks = model.blocks.values() if isinstance(model.blocks, nn.ModuleDict) else model.blocks
+    for block in blocks:
         block.forward = torch.compile(block.forward)

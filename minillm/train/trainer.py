@@ -102,6 +102,8 @@ class Trainer:
             torch.manual_seed(config.seed + (self.parallel.group.rank if self.parallel.group else 0))
         checkpoint_blocks(self.model, MODES[config.activation_checkpointing])
         if config.compile:
+            if self.parallel.sends_inside_blocks:
+                raise ValueError("compile does not look through the messages inside a block: leave out tp, cp and ep.")
             check_compiler(self.device)
             compile_blocks(self.model)
         self.module = self.parallel.wrap(self.model, self.precision.master)

@@ -29,7 +29,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     ),
     "context parallelism": ("parallel/context_parallel", "order ring exchange variants", 570),
     "expert parallelism": ("parallel/expert_parallel", "split dispatch exchange nodes", 375),
-    "a layout of several axes": ("train/strategies", "../parallel_config groups single_device hybrid", 850),
+    "a layout of several axes": ("train/strategies", "../parallel_config groups single_device hybrid", 855),
     "the state of a layout": ("parallel/sharding", "placement gather state full_state", 650),
     "saving a run": ("train/checkpoint", "../../parallel/sharding/state shares writer manifest", 800),
     "restoring a run": ("train/checkpoint", "../../parallel/sharding/state manifest shares reader", 800),

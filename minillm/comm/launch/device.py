@@ -6,14 +6,20 @@
 
 Whether every rank has a GPU of its own does not follow from counting visible devices: with `srun --gpus-per-task=1`,
 or a container for each GPU, every process sees one device, and each a different one. So each rank tells the others the
-identity (UUID) of the GPU that it would take. Nobody can pace the messages of NCCL, so emulated links use gloo.
+identity (UUID) of the GPU that it would take, and the slot that it is in: instances of one GPU (MIG) have UUIDs of
+their own, but NCCL takes one rank per slot. Nobody can pace the messages of NCCL, so emulated links use gloo.
 """
 
 import os
+import platform
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one for each machine, containers and all
 
 Decision = tuple[torch.device, str]  # device, "nccl" or "gloo"
 
@@ -34,21 +40,31 @@ def agree(store: dist.Store, rank: int, world_size: int, wanted: str | None, emu
     mine = candidate(wanted)
     store.set(f"gpu of {rank}", _identity(mine))
     told = store.multi_get([f"gpu of {other}" for other in range(world_size)])
-    gpus = [gpu.decode() for gpu in told if gpu]
-    has_own = len(gpus) == world_size == len(set(gpus))
+    identities = [gpu.decode().split(" ") for gpu in told if gpu]
+    gpus, slots = [gpu for gpu, _ in identities], [slot for _, slot in identities]
+    has_own = len(gpus) == world_size == len(set(gpus)) == len(set(slots))
     if has_own and not emulated and dist.is_nccl_available():
         return mine, "nccl"
     if gpus and rank == 0 and "MINILLM_RANK" not in os.environ:
-        why = "links are emulated" if emulated else "torch has no NCCL" if has_own else _shortage(gpus, world_size)
+        why = "links are emulated" if emulated else "torch has no NCCL" if has_own else _shortage(slots, world_size)
         where = "on the GPUs" if wanted else "on the CPU"
         print(f"minillm: {why}, so ranks compute {where} and send through gloo.", file=sys.stderr, flush=True)
     return mine if wanted else torch.device("cpu"), "gloo"
 
 
 def _identity(device: torch.device) -> str:
-    """Which GPU of all machines it is; "" for none."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    """Which GPU of all machines it is, and its slot; "" for none. A torch that tells no slots: the first twice."""
+    if device.type != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):
+        return f"{properties.uuid} {properties.uuid}"
+    machine = BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node()
+    slot = f"{properties.pci_domain_id}:{properties.pci_bus_id}:{properties.pci_device_id}"
+    return f"{properties.uuid} {machine}:{slot}"
 
 
-def _shortage(gpus: list[str], world_size: int) -> str:
-    return f"{world_size} ranks see {len(set(gpus))} different GPUs (start as many ranks as GPUs, or show each its own)"
+def _shortage(slots: Sequence[str], world_size: int) -> str:
+    return (
+        f"{world_size} ranks see {len(set(slots))} different GPUs (start as many ranks as GPUs, or show each its own)"
+    )

@@ -8,6 +8,6 @@ tiled_kernels.py  these kernels
 Aside: blocks.py, either of the two for one block of keys at a time, which may have come from another rank.
 """
 
-from minillm.model.attention.causal import Attend, AttentionFunction, dense, sdpa, visible
+from minillm.model.attention.causal import Attend, AttentionFunction, as_autocast, dense, sdpa, visible
 
-__all__ = ["Attend", "AttentionFunction", "dense", "sdpa", "visible"]
+__all__ = ["Attend", "AttentionFunction", "as_autocast", "dense", "sdpa", "visible"]

@@ -61,6 +61,16 @@ def sdpa(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
+def as_autocast(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """Under `torch.autocast` all in its dtype, as torch's fused kernel takes them: RoPE leaves queries and keys in
+    float32 there, beside values in 16 bits. Of float64, or without autocast, as they are."""
+    kind = inputs[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return inputs
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in inputs)
+
+
 def dense(
     q: Tensor,
     k: Tensor,

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from minillm.model.attention.causal import as_autocast
+
 TILE = 128
 
 
@@ -66,7 +68,7 @@ def tiled_with_lse(
     if segments is not None and key_segments is None and q.shape[2] != k.shape[2]:
         raise ValueError(f"{q.shape[2]} queries but {k.shape[2]} keys have segments: pass key_segments as well.")
     sight = Sight(q, k, positions, key_positions, window, segments, key_segments, tile)
-    return _Tiled.apply(q, k, v, sight)
+    return _Tiled.apply(*as_autocast(q, k, v), sight)
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minillm.model.attention import tiled_kernels
+from minillm.model.attention.causal import as_autocast
 from minillm.model.attention.tiled import row_products
 from minillm.model.kernels import TILE_BYTES, UNLIMITED, check_kernel, factors, triton
 
@@ -63,6 +64,7 @@ def tiled_triton_with_lse(
     key_segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(output, lse) as `tiled.tiled_with_lse`; lse: [batch, heads, queries], float32, without a gradient."""
+    q, k, v = as_autocast(q, k, v)
     _check(q, k, v)
     positions = torch.arange(q.shape[2], device=q.device) if positions is None else positions
     key_positions = positions if key_positions is None else key_positions

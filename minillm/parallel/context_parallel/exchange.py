@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
-from minillm.model.attention import sdpa
+from minillm.model.attention import as_autocast, sdpa
 from minillm.model.attention.tiled import TILE, tiled, tiled_with_lse
 from minillm.model.attention.tiled_triton import tiled_triton, tiled_triton_with_lse
 from minillm.model.kernels import has_kernel
@@ -54,6 +54,7 @@ class UlyssesAttention(ContextAttention):
         n, heads, kv_heads = self.group.world_size, q.shape[1], k.shape[1]
         check_ulysses(heads, kv_heads, n)
         self.check_positions(q, positions)
+        q, k, v = as_autocast(q, k, v)
         if kv_heads % n:
             k, v = (x.repeat_interleave(n // kv_heads, dim=1) for x in (k, v))
         q, k, v = (_Exchange.apply(x, self.group, _to_heads, _to_sequence) for x in (q, k, v))
@@ -105,6 +106,7 @@ class GatherAttention(ContextAttention):
     ) -> Tensor:
         """q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim]."""
         self.check_positions(q, positions)
+        q, k, v = as_autocast(q, k, v)
         n, seq = self.group.world_size, self.group.world_size * q.shape[2]
         places = self.places_on(seq, q.device)
         keys, values = _GatherSequence.apply(torch.stack((k, v)), self.group, places)

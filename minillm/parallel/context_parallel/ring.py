@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
 from minillm.measure import span
+from minillm.model.attention import as_autocast
 from minillm.model.attention.blocks import Block, attention_block
 from minillm.model.attention.tiled import TILE, row_products
 from minillm.parallel.context_parallel.order import ContextAttention, local_numbers
@@ -61,6 +62,7 @@ class RingAttention(ContextAttention):
         """positions: checked for their number only: which rank holds what follows from `order`."""
         self.check_positions(q, positions)
         segments = self.documents(segments, self.world_size * q.shape[2])
+        q, k, v = as_autocast(q, k, v)
         return _Ring.apply(q, k, v, self, window, segments)
 
     def block(self, q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, source: int) -> Block:

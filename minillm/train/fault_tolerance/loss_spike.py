@@ -123,6 +123,6 @@ def _host_copy(state: Any) -> Any:
         return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf.detach(), non_blocking=True)
 
     copies = tree_map(copied, state)
-    if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves(state)):
-        torch.cuda.current_stream().synchronize()
+    for device in {leaf.device for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
     return copies

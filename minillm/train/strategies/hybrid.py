@@ -71,6 +71,7 @@ class Hybrid(SingleDevice):
         self.groups = groups = LayoutGroups(group, layout)
         self.rank, self.world_size, self.stride = groups.rank, layout.dp, groups.stride
         self.context = context_attention(layout.context, *groups.context) if groups.context else None
+        self.sends_inside_blocks = bool(groups.tp or groups.experts or groups.context)
         self._documents: Sequence[Tensor | None] = ()
         self._router_losses: Sequence[RouterLosses] = ()
         self._goals: Sequence[Goals] = ()

@@ -57,12 +57,14 @@ class SingleDevice:
     stride: of those, how many ranks lie from one to the next.
     averaged_over: ranks whose gradients are averaged: those, times the ranks that share every sequence.
     group: all ranks of the run; None: there is one process.
+    sends_inside_blocks: whether a block's forward sends messages, as with tp, cp and ep.
     stepped: what `updater` has returned. lora: with adapters, which alone are then stepped, saved and compared.
     """
 
     rank = 0
     world_size = 1
     stride = 1
+    sends_inside_blocks = False
     group: Group | None = None
     stepped: Updater | SlicedOptimizer
     lora: LoraConfig | None = None

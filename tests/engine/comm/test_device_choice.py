@@ -17,7 +17,7 @@ def node(monkeypatch):
     """node(visible): what ranks see. visible[rank]: the GPUs that a process sees, by UUID."""
     here = threading.local()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(here.gpus))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=here.gpus[d.index]))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: properties(here.gpus[d.index]))
     monkeypatch.setattr(choice, "os", SimpleNamespace(environ=EnvironmentOfRank(here)))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
 
@@ -37,6 +37,13 @@ def node(monkeypatch):
         return [(str(device), backend) for device, backend in (found[rank] for rank in range(len(visible)))]
 
     return decisions
+
+
+def properties(gpu: str) -> SimpleNamespace:
+    """gpu: its UUID, or the UUID of an instance @ the bus of the GPU that it is a part of."""
+    uuid, _, bus = gpu.partition("@")
+    slot = {"pci_domain_id": 0, "pci_bus_id": int(bus), "pci_device_id": 0} if bus else {}
+    return SimpleNamespace(uuid=uuid, **slot)
 
 
 class EnvironmentOfRank:
@@ -77,6 +84,19 @@ def test_one_gpu_for_all_is_shared_by_name_only_and_both_are_said(node, capfd):
     assert said.endswith("so ranks compute on the CPU and send through gloo.\n") and said.count("\n") == 1
     assert node([["GPU-0"]] * 8, "cuda") == [("cuda:0", "gloo")] * 8
     assert "compute on the GPUs and send through gloo" in capfd.readouterr().err
+
+
+def test_instances_of_one_gpu_have_no_nccl(node, capfd):
+    """MIG: a UUID for each instance, and NCCL says "Duplicate GPU detected" for two on one bus."""
+    assert node([["MIG-a@7"], ["MIG-b@7"]], "cuda") == [("cuda:0", "gloo")] * 2
+    assert "2 ranks see 1 different GPUs" in capfd.readouterr().err
+    assert node([["MIG-a@7"], ["MIG-b@8"]]) == [("cuda:0", "nccl")] * 2
+
+
+def test_the_same_bus_of_two_machines_is_two_slots(node, monkeypatch):
+    machines = iter(["one", "two"])
+    monkeypatch.setattr(choice, "BOOT_ID", SimpleNamespace(exists=lambda: True, read_text=lambda: next(machines)))
+    assert node([["GPU-a@7"], ["GPU-b@7"]]) == [("cuda:0", "nccl")] * 2
 
 
 def test_nodes_that_differ_decide_alike(node):

@@ -4,6 +4,7 @@ import functools
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from minillm.comm import launch
@@ -142,6 +143,27 @@ def compiled(group):
             with Trainer(config, tokens, workers=0, parallel=parallel) as ours:
                 found[stage, choice] = [ours.step().loss for _ in range(2)], list(ours.local_state().tensors)
     return found
+
+
+def compiled_parts(group):
+    """Losses of two steps of a pipeline without and with compile, and why a model that sends inside cannot have it."""
+    torch.set_num_threads(1)
+    torch.compile = functools.partial(torch.compile, backend="eager")
+    tokens, losses = Tokens((np.arange(500) % 50).astype(np.uint16), 50, 0, 1, 1500), []
+    for choice in (False, True):
+        config = TrainConfig(MODEL, seq_len=16, batch_size=4, steps=4, compile=choice)
+        layout = ParallelConfig(pp=2, zero=3, accumulate=2, reshard=False)
+        with make_strategy(group, layout) as parallel, Trainer(config, tokens, workers=0, parallel=parallel) as ours:
+            losses.append([ours.step().loss for _ in range(2)])
+    for layout in (ParallelConfig(tp=2), ParallelConfig(cp=2)):
+        with make_strategy(group, layout) as parallel, pytest.raises(ValueError, match="messages inside a block"):
+            Trainer(config, tokens, workers=0, parallel=parallel)
+    return losses
+
+
+def test_compiled_parts_of_a_pipeline_are_the_same_run():
+    for without, with_compile in launch(compiled_parts, 2):
+        assert without == with_compile
 
 
 def test_compiled_replicas_and_shards_are_the_same_run():
