@@ -7,7 +7,9 @@ from typing import Any
 from minillm.adapters.attach import adapted_shapes
 from minillm.cli.folders import check_new_folder
 from minillm.data import dataset_of
+from minillm.model import ModelConfig
 from minillm.model.hf.load import check_folder
+from minillm.quantize.formats import NF4
 from minillm.train.job import ADAPTER_SETTINGS, DEFAULTS, MODEL_SETTINGS, TrainingJob
 from minillm.train.parallel_config import ParallelConfig
 
@@ -65,6 +67,17 @@ def _check_adapter(job: TrainingJob) -> None:
         raise ValueError(f"--dpo {config.dpo} needs whole answers on every rank: leave --cp {job.parallel.cp} out")
     if config.qlora and config.model.moe:
         raise ValueError("--qlora covers dense layers, and this model has experts: leave it out")
+    if config.qlora:
+        _check_groups(config.model)
+
+
+def _check_groups(model: ModelConfig) -> None:
+    for name, shape in adapted_shapes(model, None).items():
+        if name.startswith("blocks.") and len(shape) == 2 and shape[1] % NF4.group:
+            raise ValueError(
+                f"--qlora gives each {NF4.group} weights of a row a scale, and {name} has {shape[1]} in a row: "
+                "leave it out"
+            )
 
 
 def data_parallel(dp: int | None, cut: dict[str, int]) -> int:

@@ -26,6 +26,11 @@ def report(found: dict[str, Any], folder: Path) -> None:
     print(f"validation loss {loss:.4f} nats/token, {bits:.4f} bits per byte")
     print(f"unigram entropy {unigram:.4f} nats/token, {unigram_bits:.4f} bits per byte: the best that ignores context")
     if made := found.get("exported"):
-        print(
-            f"exported: {made['bits_per_byte']:.3f} bits per byte; python -m minillm generate --model {made['folder']}"
-        )
+        print(_exported(made))
+
+
+def _exported(made: dict[str, Any]) -> str:
+    bits = f"{made['bits_per_byte']:.3f} bits per byte; " if "bits_per_byte" in made else ""
+    if made["config"]["lora"] is None:
+        return f"exported: {bits}python -m minillm generate --model {made['folder']}"
+    return f"exported: {bits}{made['folder']} holds the adapters alone, which peft loads beside their base"

@@ -7,7 +7,7 @@ plain characters it is. Templates are foreign programs: they run in Jinja's sand
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,26 @@ def read_template(folder: Path, config: dict) -> str | None:
     if isinstance(found, list):
         found = {each["name"]: each["template"] for each in found}.get("default")
     return found
+
+
+def answer_spans(
+    messages: Sequence[Mapping[str, Any]], write: Callable[[Sequence[Mapping[str, Any]], bool], str]
+) -> tuple[str, list[tuple[int, int, bool]]]:
+    """A whole conversation's text, and its parts from start to stop: whether the assistant said them. None is empty.
+
+    write: the text of the first messages; with True, up to where the next answer begins. ValueError if the template
+    rewrites what came before an answer.
+    """
+    whole, spans, start = write(messages, False), [], 0
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            asked, answered = write(messages[:place], True), write(messages[: place + 1], False)
+            if not (whole.startswith(answered) and answered.startswith(asked) and start <= len(asked)):
+                raise ValueError("the chat template rewrites what came before an answer: use one that only adds.")
+            spans += [(start, len(asked), False), (len(asked), len(answered), True)]
+            start = len(answered)
+    spans.append((start, len(whole), False))
+    return whole, [(start, stop, is_answer) for start, stop, is_answer in spans if start < stop]
 
 
 def unused(text: str) -> str:

@@ -72,7 +72,7 @@ def read_conversations(path: str | Path, tokenizer: Tokenizer) -> tuple[Conversa
 def read_lines(path: Path, read: Callable[[str], AnyLine], what: str) -> list[AnyLine]:
     """What `read` makes of each line that is not empty. ValueError, naming the line, if it raises one."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON's strings may hold other ends of lines
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}): give a .jsonl file of {what}.") from error
     found = []
@@ -122,6 +122,7 @@ class ConversationDataset(TokenDataset):
                 self._documents[window, start:stop] = number
                 start = stop
             self._documents[window, start:] = len(members)
+        self._padding = np.array([len(members) for members in bins])  # the number of the padding's document
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -148,8 +149,7 @@ class ConversationDataset(TokenDataset):
     @property
     def waste(self) -> float:
         """Share of the windows' places that is padding."""
-        used = sum(min(self.seq_len + 1, len(each.ids)) for each in self.tokens.conversations)
-        return 1 - used / self._ids.size
+        return float((self._documents == self._padding[:, None]).mean())
 
 
 def _packed(sizes: Sequence[int], room: int) -> list[list[int]]:

@@ -108,10 +108,10 @@ def _pair(line: str, tokenizer: Tokenizer) -> tuple[Conversation, Conversation]:
 
 def _answered(raw: dict[str, Any], prompt: list[dict[str, Any]], key: str, tokenizer: Tokenizer) -> Conversation:
     answer = raw.get(key)
-    if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], dict):
-        answer = answer[0].get("content")  # as a message of its own
+    if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], dict):  # as a message of its own
+        answer = answer[0].get("content") if answer[0].get("role") == "assistant" else answer
     if not isinstance(answer, str) or not answer:
-        raise ValueError(f'its "{key}" is {answer!r:.40}: an answer is expected.')
+        raise ValueError(f'its "{key}" is {answer!r:.40}: an answer of the assistant is expected.')
     whole = encode([*prompt, {"role": "assistant", "content": answer}], tokenizer)
     starts = np.flatnonzero(whole.counts & ~np.concatenate([[False], whole.counts[:-1]]))
     return Conversation(whole.ids, whole.counts & (np.arange(len(whole.ids)) >= starts[-1]))  # the last answer alone

@@ -21,7 +21,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from minillm.data.chat import one_of, read_template, render, unused
+from minillm.data.chat import answer_spans, one_of, read_template, render, unused
 
 SEPARATOR = "<|endoftext|>"
 COMMITTED = Path(__file__).with_name("tokenizer.json")
@@ -88,8 +88,7 @@ class Tokenizer:
     def load(cls, path: str | Path = COMMITTED) -> "Tokenizer":
         """Reads a tokenizer.json, or the one in a folder (tokenizer_config.json beside it names the special tokens).
 
-        Raises ValueError if there is none or if it cannot be parsed. A chat template is read from there, too, or from
-        chat_template.jinja.
+        ValueError if there is none or it cannot be parsed. A chat template is read, too; chat_template.jinja's first.
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -143,19 +142,18 @@ class Tokenizer:
 
     def chat_pieces(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], bool]]:
         """A conversation in pieces: (ids, whether the assistant said them). An answer is encoded by itself, as a model
-        says it. ValueError if the template rewrites what came before one."""
+        says it, or after its prompt where that matters (`_piece`). ValueError as `answer_spans`."""
         mark = unused(json.dumps(messages, ensure_ascii=False, default=str))
-        whole, pieces, start = self._written(messages, False, mark), [], 0
-        for place, message in enumerate(messages):
-            if message["role"] == "assistant":
-                asked = self._written(messages[:place], True, mark)
-                answered = self._written(messages[: place + 1], False, mark)
-                if not (whole.startswith(answered) and answered.startswith(asked) and start <= len(asked)):
-                    raise ValueError("the chat template rewrites what came before an answer: use one that only adds.")
-                pieces += [(whole[start : len(asked)], False), (whole[len(asked) : len(answered)], True)]
-                start = len(answered)
-        pieces.append((whole[start:], False))
-        return [(self._encode_apart(text, mark), is_answer) for text, is_answer in pieces if text]
+        whole, spans = answer_spans(messages, lambda some, reply: self._written(some, reply, mark))
+        return [(self._piece(whole, start, stop, mark), is_answer) for start, stop, is_answer in spans]
+
+    def _piece(self, text: str, start: int, stop: int, mark: str) -> list[int]:
+        """Ids of text[start:stop]. SentencePiece's tokenizers put a space before a text, which a part has not."""
+        if start and not self.byte_level:
+            before, through = self._encode_apart(text[:start], mark), self._encode_apart(text[:stop], mark)
+            if through[: len(before)] == before:
+                return through[len(before) :]
+        return self._encode_apart(text[start:stop], mark)
 
     def _written(self, messages: Sequence[Mapping[str, Any]], reply: bool, mark: str, **variables: Any) -> str:
         """The text of a conversation by the template, with `mark` before what only looks like a special token."""

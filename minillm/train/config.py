@@ -85,7 +85,7 @@ class TrainConfig:
         if self.compile and self.distil_share:
             raise ValueError("compile would begin anew for what a teacher says of every batch: use one of the two.")
         if self.compile and self.documents:
-            raise ValueError("compile would begin anew for the documents of every batch: use one of the two.")
+            raise ValueError("compile would begin anew for the documents, or conversations, of every batch: use one.")
         if self.compile and self.activation_checkpointing != "none":
             raise ValueError("compile does not see through activation checkpointing: use one of the two.")
         if self.qlora and self.lora is None:
@@ -101,6 +101,8 @@ class TrainConfig:
             raise ValueError(f"dpo {self.dpo} must be a number above 0: 0.1 is usual.")
         if self.lora is None:
             raise ValueError("dpo compares with the base, which is the model without its adapters: give lora, too.")
+        if self.documents:
+            raise ValueError("dpo's windows hold one answer each: leave documents out.")
         if self.model.moe or self.distil_share:
             raise ValueError(
                 "dpo has its own loss, which knows neither routers' losses nor a teacher's: leave one out."

@@ -161,7 +161,8 @@ class TrainingJob:
         """The command that makes the exported folder again."""
         words = ["python", "-m", "minillm", "train"]
         for name, value in self.settings.items():
-            is_said = name in ("model_size", "steps") or (name == "distil_share" and self.settings["teacher"])
+            is_said = name == "steps" or (name == "distil_share" and self.settings["teacher"])
+            is_said = is_said or (name == "model_size" and self.settings["base"] is None)  # which says it otherwise
             if is_said or value != DEFAULTS[name]:
                 words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
         return shlex.join([*words, "--export", str(self.export_to)])

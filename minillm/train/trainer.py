@@ -139,6 +139,8 @@ class Trainer:
                 skipped = self.loss_spikes.skipped[-1]
                 problem = f"{problem}; back to step {self.steps_done}, without windows {skipped[0]} to {skipped[1] - 1}"
         spent = self._time_of(led, time.monotonic() - start)
+        if not isinstance(self.loader.dataset.tokens, Tokens):  # where prompts count in no loss, and yet are computed
+            tokens = self.parallel.world_size * self.config.tokens_per_step * (1 if self.config.dpo is None else 2)
         mfu = self._mfu(tokens, spent.total)
         happened = (finite and not problem, problem, position, skipped)
         return Step(number, loss, norm, lr, round(tokens), spent, mfu, scale, *happened)

@@ -48,7 +48,8 @@ def home(tmp_path, monkeypatch):
 )
 def test_a_run_is_exported_and_resumed(home, capsys, more):
     assert run([*TRAIN, *more, "--export", "adapter", "--json", "found.json"]) == 0
-    assert "trains " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "trains " in said and "adapter holds the adapters alone" in said and "minillm generate" not in said
     base = BaseFolder(home / "base")
     adapter = read_peft(home / "adapter")
     assert adapter.config.rank == 2 and adapter.fingerprint == base.fingerprint
@@ -58,6 +59,11 @@ def test_a_run_is_exported_and_resumed(home, capsys, more):
     about = json.loads((home / "adapter/training.json").read_text())
     assert about["parameters"] == sum(a.numel() + b.numel() for a, b in adapter.matrices.values())
     assert "--lora 2" in about["command"] and "--base base" in about["command"]
+    assert "--model-size" not in about["command"]  # which --base refuses
+    if "text" not in more:
+        steps = [json.loads(line) for line in (home / "runs/base-1/metrics.jsonl").read_text().splitlines()]
+        tokens = 2 * int(more[-1]) * (2 if "--dpo" in more else 1)  # of both windows, prompts included
+        assert {step["tokens"] for step in steps if "tokens" in step} == {tokens}
     assert run(["train", "--resume", "--run", "base-1"]) == 0
     saved = sum(path.stat().st_size for path in (home / "runs/base-1/checkpoints").rglob("*.bin"))
     assert saved < 20 * 4 * about["parameters"] + 20_000
@@ -74,6 +80,8 @@ def test_a_run_is_exported_and_resumed(home, capsys, more):
         (["--lora-dropout", "1"], "dropout 1.0 is outside"),
         (["--qlora", "--tp", "2"], "--qlora has no form for layers that --tp 2 cuts"),
         (["--lora-dropout", "0.1", "--tp", "2"], "--lora-dropout 0.1 has no form for layers that --tp 2 cuts"),
+        (["--dpo", "0.1", "--documents"], "dpo's windows hold one answer each: leave documents out"),
+        (["--data", "chats.jsonl", "--compile"], "for the documents, or conversations, of every"),
         (["--dpo", "0.1"], "--dpo 0.1 learns from pairs of answers"),
         (["--data", "pairs.jsonl"], 'pairs.jsonl, line 1: it has no "messages"'),
         (["--data", "missing.jsonl"], "missing.jsonl cannot be read"),
@@ -85,6 +93,20 @@ def test_what_cannot_be_is_one_sentence_and_leaves_nothing(home, capsys, argumen
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (home / "runs").exists()
+
+
+def test_a_base_whose_rows_nf4_does_not_divide_is_refused_before_a_run_begins(home, capsys):
+    save_hf(Transformer(ModelConfig(Tokenizer.load().vocab_size, 96, 192, 2, 4, 2)), home / "odd")
+    Tokenizer.load().save(home / "odd")
+    assert run([*TRAIN, "--base", "odd", "--qlora", "--data", "text"]) == 2
+    assert "--qlora gives each 64 weights of a row a scale, and blocks.0" in capsys.readouterr().err
+    assert not (home / "runs").exists()
+
+
+def test_adapters_beside_a_model_of_the_seed_are_exported(home, capsys):
+    small = ["train", "--model-size", "tiny", "--lora", "2", "--steps", "1", "--seq-len", "16", "--batch-size", "1"]
+    assert run([*small, "--data", "text", "--export", "adapter"]) == 0
+    assert "exported: adapter holds the adapters alone" in capsys.readouterr().out
 
 
 def test_options_of_adapters_need_adapters(home, capsys):

@@ -4,7 +4,9 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from minillm.data import (
     ConversationDataset,
@@ -87,6 +89,7 @@ def test_a_long_conversation_loses_its_end_and_one_without_room_for_an_answer_is
     file = write(tmp_path / "chats.jsonl", [{"messages": chat(1)}, long, {"messages": chat(2)}])
     dataset = ConversationDataset(read_conversations(file, tokenizer)[0], 40)
     assert len(dataset) == 1 and (dataset.batch([0])[1] != IGNORE).any()
+    assert dataset.waste == pytest.approx(1 - min(41, len(encode(chat(1), tokenizer).ids)) / 41)  # without the long one
     with pytest.raises(ValueError, match="no answer begins within 4 tokens"):
         ConversationDataset(read_conversations(file, tokenizer)[0], 3)
 
@@ -116,6 +119,31 @@ def test_pairs_are_rows_in_turn_whose_last_answers_count(tokenizer, tmp_path):
         PreferenceDataset(train, 8)
 
 
+def test_other_ends_of_lines_and_a_byte_order_mark_are_no_mistakes(tokenizer, tmp_path):
+    messages = [said("user", "a\u2028b"), said("assistant", "c\x85d\u2029e")]
+    line = json.dumps({"messages": messages}, ensure_ascii=False)
+    (tmp_path / "chats.jsonl").write_bytes(f"\ufeff{line}\r\n{line}\r\n".encode())
+    train, _ = read_conversations(tmp_path / "chats.jsonl", tokenizer)
+    assert train.conversations[0].ids.tolist() == tokenizer.chat(messages, reply=False)
+
+
+@pytest.mark.parametrize("scheme", ["always", "first"])
+def test_an_answer_begins_with_no_space_of_the_tokenizers_own(scheme):
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    texts = ["Hello there user assistant [INST] [/INST] \n 4. Hi Hello!<||>"] * 5
+    options = {"special_tokens": ["<s>", "</s>"], "show_progress": False}
+    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=200, **options))
+    made = Tokenizer(backend, "</s>", "<s>", chat_template=TEMPLATE)
+    messages = [said("user", "Hi"), said("assistant", "Hello!"), said("user", "Hello"), said("assistant", "Hi")]
+    conversation = encode(messages, made)
+    assert conversation.ids.tolist() == made.chat(messages, reply=False)
+    asked = made.chat(messages[:1], reply=True)
+    assert conversation.ids[: len(asked)].tolist() == asked
+    assert conversation.counts[: len(asked) + 1].tolist() == [False] * len(asked) + [True]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -125,6 +153,7 @@ def test_pairs_are_rows_in_turn_whose_last_answers_count(tokenizer, tmp_path):
         ({"messages": [{"role": "user"}]}, "line 2: .* is no message"),
         ({"messages": [said("user", "hello")]}, "line 2: no message is the assistant's"),
         ("", "holds 1 conversations"),
+        ({"messages": [said("user", "\ud800"), said("assistant", "so")]}, "line 2: the text is not a Unicode string"),
     ],
 )
 def test_files_of_conversations_that_are_refused(tokenizer, tmp_path, line, message):
@@ -135,7 +164,11 @@ def test_files_of_conversations_that_are_refused(tokenizer, tmp_path, line, mess
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [({**PAIR, "chosen": ""}, 'line 2: its "chosen" is'), ({"chosen": "4"}, 'line 2: it has no "prompt"')],
+    [
+        ({**PAIR, "chosen": ""}, 'line 2: its "chosen" is'),
+        ({**PAIR, "rejected": [said("user", "22.")]}, 'line 2: its "rejected" is .*: an answer of the assistant is'),
+        ({"chosen": "4"}, 'line 2: it has no "prompt"'),
+    ],
 )
 def test_files_of_pairs_that_are_refused(tokenizer, tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
