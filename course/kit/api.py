@@ -18,6 +18,10 @@ from the docstrings in `minillm/comm/group.py` (`python -m minillm notebooks` wr
 `group.ranks` their global ranks, `group.device` where tensors must live. Ranks in calls (`root`, `src`, `dst`) are
 places in the group. All ranks of the group must call its collectives in the same order.
 
+`launch` stays on the CPU, also on a machine with GPUs, unless you say otherwise: `device=None` takes a GPU for each
+rank where there are enough, `device="cuda"` takes GPUs even if ranks have to share them. The program then has to make
+its tensors on `group.device`, as the scripts in `labs/torchrun/` do.
+
 - In place, and returned: `all_reduce`, `broadcast`. A new tensor: `all_gather`, `reduce_scatter`, `all_to_all`.
 - `all_gather` of `[n, ...]` returns one tensor `[world_size * n, ...]`, no list; `.chunk(group.world_size)` cuts it.
 - `async_op=True` returns a `Work` at once; its `wait()` returns what the call would have returned. Leave the tensors

@@ -48,7 +48,7 @@ PLAIN = {  # what other keys have to be, if they are there
     "monteclora_config": (None,),
     "velora_config": (None,),
 }
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # beginnings of initialisations that move the base's weights
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that move its weights
 
 
 @dataclass(frozen=True)

@@ -155,12 +155,11 @@ class ConversationDataset(TokenDataset):
 def _packed(sizes: Sequence[int], room: int) -> list[list[int]]:
     """Which of them share a window: each goes into the first one that still has room."""
     bins: list[list[int]] = []
-    left: list[int] = []
+    left = np.full(len(sizes), room)  # a bin that is not there yet has room, and comes after those that are
     for member, size in enumerate(sizes):
-        place = next((place for place, free in enumerate(left) if size <= free), len(bins))
+        place = int((left[: len(bins) + 1] >= size).argmax())
         if place == len(bins):
             bins.append([])
-            left.append(room)
         bins[place].append(member)
         left[place] -= size
     return bins

@@ -103,6 +103,11 @@ class TrainConfig:
             raise ValueError("dpo compares with the base, which is the model without its adapters: give lora, too.")
         if self.documents:
             raise ValueError("dpo's windows hold one answer each: leave documents out.")
+        if self.lora_dropout:
+            raise ValueError(
+                "dpo weighs the answers in a pass of its own, which would drop other inputs than the pass that learns: "
+                "leave lora_dropout out."
+            )
         if self.model.moe or self.distil_share:
             raise ValueError(
                 "dpo has its own loss, which knows neither routers' losses nor a teacher's: leave one out."

@@ -9,7 +9,7 @@ import minillm
 
 HERE = Path(minillm.__file__).parent
 PATHS = {  # mechanism: (package, files in reading order, most lines of all)
-    "a collective on NCCL": ("comm", "group operation backends/native", 615),
+    "a collective on NCCL": ("comm", "group operation backends/native", 620),
     "ring all-reduce on the CPU": ("comm", "group operation backends/cpu collectives/ring backends/sockets", 800),
     "a forward pass": ("model", "config transformer initialise rope loss", 905),
     "attention in tiles": ("model/attention", "causal tiled tiled_triton tiled_kernels", 770),

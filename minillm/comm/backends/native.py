@@ -274,13 +274,16 @@ class NativeWork(Work):
     def wait(self) -> Any:
         """Makes the current stream wait for the operation; the host goes on. Once the stream that launched it has
         waited, its memory is let go of: a wait on another stream does not make one on that stream needless."""
-        launch = self.launch
-        is_launching_stream = not launch.is_ordered and self._backend.current_stream() == launch.stream
+        launch, stream = self.launch, self._backend.current_stream()
+        is_launching_stream = stream == launch.stream
         if not self._waited:
             return self.finish(is_launching_stream)
-        if is_launching_stream:
+        if not launch.is_ordered:
             launch.order()
-            self._backend.let_go(launch)
+            if is_launching_stream:
+                self._backend.let_go(launch)
+        elif not is_launching_stream:
+            stream.wait_stream(launch.stream)  # which has waited
         return self._result
 
     def finish(self, on_launching_stream: bool) -> Any:

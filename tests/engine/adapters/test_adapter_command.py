@@ -81,6 +81,7 @@ def test_a_run_is_exported_and_resumed(home, capsys, more):
         (["--qlora", "--tp", "2"], "--qlora has no form for layers that --tp 2 cuts"),
         (["--lora-dropout", "0.1", "--tp", "2"], "--lora-dropout 0.1 has no form for layers that --tp 2 cuts"),
         (["--dpo", "0.1", "--documents"], "dpo's windows hold one answer each: leave documents out"),
+        (["--data", "pairs.jsonl", "--dpo", "0.1", "--lora-dropout", "0.1"], "leave lora_dropout out"),
         (["--data", "chats.jsonl", "--compile"], "for the documents, or conversations, of every"),
         (["--dpo", "0.1"], "--dpo 0.1 learns from pairs of answers"),
         (["--data", "pairs.jsonl"], 'pairs.jsonl, line 1: it has no "messages"'),

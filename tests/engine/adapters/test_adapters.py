@@ -209,6 +209,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda f: edited(f, rank_pattern={"q_proj": 4}), "rank_pattern .* is not covered"),
         (lambda f: edited(f, modules_to_save=["lm_head"]), "modules_to_save .* is not covered"),
         (lambda f: edited(f, init_lora_weights="pissa_niter_4"), "changes the base's weights"),
+        (lambda f: edited(f, init_lora_weights="lora_ga"), "changes the base's weights"),
         (lambda f: (f / TENSORS).unlink(), "is not complete"),
         (lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes()[:-100]), "is damaged"),
         (lambda f: (f / TENSORS).write_bytes(b"nonsense"), "is damaged"),

@@ -211,6 +211,36 @@ def test_a_wait_on_the_launching_stream_lets_go_after_one_elsewhere(far_behind, 
     assert flat() is None
 
 
+class Waiting:
+    """A stream that notes which streams it has waited for."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[Waiting] = []
+
+    def wait_stream(self, stream: "Waiting") -> None:
+        self.waited_for.append(stream)
+
+
+def test_every_stream_that_waits_is_held_up(far_behind, monkeypatch) -> None:
+    """Also one that asks after another has: torch's own Work makes each of them wait."""
+    backend, operation, *_ = far_behind
+    compute, side, third = Waiting(), Waiting(), Waiting()
+    current, waits = compute, []
+    monkeypatch.setattr(backend, "current_stream", lambda: current)
+    monkeypatch.setattr(Behind, "wait", lambda _: waits.append(current))
+    work = backend.all_reduce(operation(), torch.ones(3), "sum", async_op=True)
+    for current in (side, third, compute, side):  # noqa: B007 (the backend reads it)
+        work.wait()
+    assert waits == [side, third, compute]
+    assert side.waited_for == [compute]  # whose wait has let go of the operation
+    compute.waited_for = side.waited_for = third.waited_for = []
+    current = compute
+    work = backend.all_reduce(operation(), torch.ones(3), "sum", async_op=True)
+    for current in (compute, third, compute):  # noqa: B007
+        work.wait()
+    assert third.waited_for == [compute]
+
+
 class DeviceClock:
     """A CUDA that has a clock and nothing else: the host queues in no time, and the device gets there 2 s later."""
 
