@@ -16,6 +16,7 @@ PACKAGES = (
     "model",
     "data",
     "quantize",
+    "adapters",
     "parallel",
     "train",
     "serve",

@@ -159,12 +159,6 @@ mistake(
 
 mistake(
     "loss-scaling",
-    "the first group only",
-    {"for group in optimizer.param_groups for": "for group in optimizer.param_groups[:1] for"},
-    expect="is not that of the unscaled gradient|the optimizer stepped",
-)
-mistake(
-    "loss-scaling",
     "the first weight of each group only",
     {'for weight in group["params"]]': 'for weight in group["params"][:1]]'},
     expect="is not that of the unscaled gradient|the optimizer stepped",
