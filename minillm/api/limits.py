@@ -72,7 +72,7 @@ class Keys:
                     raise ValueError(f"{file}, line {number}: {words[0]!r} has the key of another tenant")
                 found[words[0]] = words[1]
         if any(len(secret) < 8 for secret in found.values()):
-            raise ValueError("a key has fewer than 8 characters: choose a longer one")
+            raise ValueError("a key (--api-key, --api-keys) has fewer than 8 characters: choose a longer one")
         return cls(found)
 
     def tenant(self, authorization: str | None) -> str:

@@ -16,6 +16,7 @@ import torch
 import typer
 from typer import Option
 
+from minillm.model.generate import device_of
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
@@ -83,7 +84,11 @@ def command(
     try:
         engine = {"max_num_seqs": max_num_seqs, "token_budget": token_budget, "kv_dtype": kv}
         options = {key: value for key, value in engine.items() if value is not None}
-        where = {"device": device, "dtype": None if dtype is None else DTYPES[dtype], "max_seq_len": max_seq_len}
+        where = {
+            "device": None if device is None else device_of(device),
+            "dtype": None if dtype is None else DTYPES[dtype],
+            "max_seq_len": max_seq_len,
+        }
         llm = _engine(model, drafter, k, where, options)
         known = name or (Path(model).name if Path(model).is_dir() else model)
         address = url_of(host, listening)

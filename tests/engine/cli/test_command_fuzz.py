@@ -71,6 +71,7 @@ SOME = {
 NOT_NEGATIVE = ("-1", "-1e308", str(-(2**63)))  # which only a seed may be
 FREE = {  # options that take any text, any folder, or any number
     ("generate", "prompt"), ("generate", "system"), ("train", "run"), ("generate", "seed"), ("interview", "seed"),
+    ("serve", "name"), ("serve", "api_key"),
 }  # fmt: skip
 
 
@@ -162,6 +163,7 @@ def cut(place, monkeypatch):
         "minillm.cli.train": {"_run": accept},
         "minillm.cli.train_heads": {"train": accept},
         "minillm.cli.quantize": {"save_quantized": accept},
+        "minillm.api.run": {"serve": accept},
     }.items():
         for name, instead in names.items():
             monkeypatch.setattr(f"{module}.{name}", instead)
@@ -187,6 +189,7 @@ CHEAP = {  # what makes each command whole and quick; several ways for one that 
         ["--data=file", "--seq-len=16", "--pp=2", "--cp=2"],
         ["--data=file", "--seq-len=16", "--model-size=tiny", "--lora=2"],
     ],
+    "serve": [["--model=model", "--port=0", "--speculate=none"]],
     "train-heads": [["--kind=medusa", "--model=model", "--data=file", "--seq-len=16"]],
 }
 
