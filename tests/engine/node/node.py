@@ -18,7 +18,8 @@ used in orders that cannot all be kept (`order.py`); buffers that the backend ke
 
 Not seen: operations inside C++ (a composite CUDA kernel that waits by itself, such as `sort` in some versions), memory
 read past torch (`data_ptr`, ctypes), what a dtype or an alignment costs, the real duration of anything, CUDA graphs,
-and gradients that go back over `.to(device)` from a GPU to the host. Triton's kernels run in its interpreter only.
+and gradients that go back over `.to(device)` from a GPU to the host. Triton's kernels run in its interpreter only:
+without it, an engine's rotation and gate compute with torch, as they do where triton is not installed.
 """
 
 import contextlib
@@ -26,9 +27,12 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
+from minillm.model import elementwise_triton
+from minillm.model.kernels import triton
 from tests.engine.node import lies, streams
 from tests.engine.node.counting import COPIES, Call, Counting, Site, Watch, site
 from tests.engine.node.memory import Allocation, Memory
@@ -282,8 +286,10 @@ def pretend_node(**how: Any) -> Iterator[Node]:
         raise ValueError("this process is on a pretended node already")
     node = streams.NODE = Node(**how)
     undo = lies.tell(node)
+    interpreted = triton is not None and triton.knobs.runtime.interpret
+    takes = elementwise_triton._takes if interpreted else lambda *inputs: False
     try:
-        with node.counting:
+        with mock.patch.object(elementwise_triton, "_takes", takes), node.counting:
             yield node
             node.finish()
     finally:
