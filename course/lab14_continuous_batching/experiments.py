@@ -26,6 +26,7 @@ from minillm.serve import LLM, BlockPool, SamplingParams, Scheduler, StepRecord
 from minillm.serve import Sequence as Seq
 from minillm.serve.requests.summary import Spread, spread
 from minillm.serve.run.recorder import record
+from minillm.serve.run.step import Step
 from minillm.serve.schedule.blocks import COPY
 
 TINY = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=256, init_std=0.2)
@@ -135,8 +136,9 @@ class Player:
         self.flight.swapped += moved
         sampled = self.scheduler.advance(plan)
         ended = tuple(sequence.name for sequence in sampled if self._token(sequence))
-        facts = {"step": self.scheduler.step, "ended": ended, "sampled": len(sampled), "times": (started, seconds)}
-        found = record(self.scheduler, plan, starts, blocks=self.blocks, **facts)
+        played = Step(self.scheduler.step, started, plan, starts, rows=[], tables=[])
+        facts = {"seconds": seconds, "ended": ended, "sampled": len(sampled)}
+        found = record(self.scheduler, played, blocks=self.blocks, **facts)
         self.flight.records.append(found)
         self.flight.seconds = self.clock
         return found

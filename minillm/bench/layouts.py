@@ -31,7 +31,6 @@ from minillm.comm import Group, launch
 from minillm.data import Tokens
 from minillm.measure import machine
 from minillm.model import ModelConfig, MoEConfig, transformer
-from minillm.parallel.pipeline_parallel import stages
 from minillm.parallel.tensor_parallel import parallelize
 from minillm.predict.model import causal_context, training_flops
 from minillm.predict.training.memory import training_step
@@ -157,7 +156,7 @@ def drawn_on(device: torch.device) -> Iterator[None]:
         return torch.empty(shape, device=device).normal_(0, config.init_std, generator=generator)
 
     with ExitStack() as stack:
-        for module in (transformer, stages, parallelize):
+        for module in (transformer, parallelize):
             stack.enter_context(mock.patch.object(module, "initial", draw))
         yield
 

@@ -22,7 +22,9 @@ class ReadyModel:
 
     def __init__(self, max_seq_len: int = 256):
         self.config = ModelConfig(VOCAB, 8, 8, 1, 1, max_seq_len=max_seq_len)
-        self.embedding = SimpleNamespace(weight=torch.zeros(1))
+        self.embedding = SimpleNamespace(weight=torch.zeros(VOCAB, 8))
+        attention = SimpleNamespace(k_proj=SimpleNamespace(weight=torch.zeros(8, 8)))
+        self.blocks, self.positions_of = [SimpleNamespace(attention=attention)], None  # an engine sees a whole model
         self.ready = torch.zeros(1, 4096, VOCAB)
         self.ready[..., 1] = 1.0
 

@@ -18,7 +18,8 @@ used in orders that cannot all be kept (`order.py`); buffers that the backend ke
 
 Not seen: operations inside C++ (a composite CUDA kernel that waits by itself, such as `sort` in some versions), memory
 read past torch (`data_ptr`, ctypes), what a dtype or an alignment costs, the real duration of anything, CUDA graphs,
-and gradients that go back over `.to(device)` from a GPU to the host. Triton's kernels run in its interpreter only.
+and gradients that go back over `.to(device)` from a GPU to the host. Triton's kernels run in its interpreter only:
+without it, an engine's rotation, gate and sampler compute with torch, as they do where triton is not installed.
 """
 
 import contextlib
@@ -26,9 +27,13 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
+from minillm.model import elementwise_triton
+from minillm.model.kernels import triton
+from minillm.serve.sample import rows_triton
 from tests.engine.node import lies, streams
 from tests.engine.node.counting import COPIES, Call, Counting, Site, Watch, site
 from tests.engine.node.memory import Allocation, Memory
@@ -283,9 +288,20 @@ def pretend_node(**how: Any) -> Iterator[Node]:
     node = streams.NODE = Node(**how)
     undo = lies.tell(node)
     try:
-        with node.counting:
+        with _no_triton_without_interpreter(), node.counting:
             yield node
             node.finish()
     finally:
         undo()
         streams.NODE = None
+
+
+@contextlib.contextmanager
+def _no_triton_without_interpreter() -> Iterator[None]:
+    """Inside, the kernels that an engine takes on every GPU look as if triton were not installed, unless it
+    interprets them: the node's processor is none of a GPU."""
+    with contextlib.ExitStack() as stack:
+        if triton is not None and not triton.knobs.runtime.interpret:
+            for module in (elementwise_triton, rows_triton):
+                stack.enter_context(mock.patch.object(module, "triton", None))
+        yield
