@@ -5,10 +5,10 @@ torchrun --nproc-per-node 4 06_pipeline_parallel.py             the same under t
 torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
     --rdzv-endpoint HOST:29500 06_pipeline_parallel.py          on each of two nodes
 
-The tensors stay on the CPU, also where there are GPUs: a stage here sends before it asks for what it needs, so a
-message has to wait at its receiver. gloo lets it. NCCL works a communicator's messages off one after the other and may
-wait for the receiver in each, so two stages that send to each other first would hang; `minillm`'s own pipeline pairs
-the messages of both directions.
+The tensors stay on the CPU, also where there are GPUs: a stage here sends before it asks for what
+it needs, so a message has to wait at its receiver. gloo lets it. NCCL works a communicator's
+messages off one after the other and may wait for the receiver in each, so two stages that send to
+each other first would hang; `minillm`'s own pipeline pairs the messages of both directions.
 """
 
 from collections.abc import Callable, Iterator

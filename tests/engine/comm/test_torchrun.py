@@ -50,7 +50,7 @@ def nothing_left(folder: Path) -> None:
 
 
 def free_port() -> str:
-    return str(_store().port)  # closed again at once
+    return str(_store(STORE_S).port)  # closed again at once
 
 
 @pytest.mark.full
@@ -207,7 +207,7 @@ def test_what_torch_says_about_a_store_that_goes_comes_after_the_sentence(tmp_pa
 
 def test_ranks_meet_in_a_store_that_still_holds_the_answers_of_those_before() -> None:
     """An elastic agent's store outlives its ranks: names, questions and answers of dead ranks mislead nobody."""
-    store = _store()
+    store = _store(STORE_S)
     names = set()
     for world_size in (3, 3, 2, 1, 4):
         with ThreadPoolExecutor() as ranks:

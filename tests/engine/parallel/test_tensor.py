@@ -276,7 +276,8 @@ def freed(group):
             assert tracker.live.parameter == 4 * predict.parameters(MODEL, 2) == tracker.live.gradient
             assert tracker.live.activation == 0
             left = tracker.live.other
-        assert left == tokens.nbytes + sum(piece.nbytes for piece in group.scratch._free)  # and no tensor of a message
+        kept = sum(piece.nbytes for pieces in group.scratch._free.values() for piece in pieces)
+        assert left == tokens.nbytes + kept  # and no tensor of a message
         del tracker
         model = weakref.ref(tensor_parallel(Transformer(MODEL), MODEL, group))
         assert model() is None

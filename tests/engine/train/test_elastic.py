@@ -13,6 +13,7 @@ import pytest
 
 import minillm
 from minillm.comm.launch.launcher import _store
+from minillm.comm.launch.worker import STORE_S
 from minillm.data import Tokenizer, corpus, tokenize
 from minillm.train import Trainer
 from minillm.train.fault_tolerance.goodput import read_goodput
@@ -29,7 +30,7 @@ class Nodes:
 
     def __init__(self, home, fewest, most, *arguments):
         self.home, self.running = home, []
-        self.port = port = _store().port  # closed again at once
+        self.port = port = _store(STORE_S).port  # closed again at once
         self.command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{fewest}:{most}"]
         self.command += ["--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "night", "--max-restarts", "9"]
         self.command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
