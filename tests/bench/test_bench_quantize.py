@@ -9,6 +9,7 @@ from minillm.quantize import Int, Settings, kernels, quantized_layers
 from minillm.quantize import quantize as quantized
 
 
+@pytest.mark.full
 def test_a_row_for_each_format_and_peer():
     report = bench("quantize", sizes=(128,), repeats=5)
     assert report.ok and {row.peer for row in report.rows} >= {"float32", "bfloat16"}

@@ -15,10 +15,13 @@ EXERCISES = {exercise.name: exercise for exercise in exercises.all_exercises()}
 ANSWERS = {f"{answer.exercise}/{answer.label}": answer for answer in exercises.answers()}
 
 
+SLOW = {"triton-kernel"}  # kernels in Triton's interpreter: some seconds a try
+
+
 def of_every_exercise(wrong: bool, most: int) -> list:
-    """The names of its mistakes or alternatives: `make test` tries the first `most`, `make full` the others."""
+    """The names of its mistakes or alternatives: `make test` tries the first `most` (one of SLOW), `make full` the rest."""
     return [
-        pytest.param(key, marks=[pytest.mark.full] * (number >= most))
+        pytest.param(key, marks=[pytest.mark.full] * (number >= (1 if name in SLOW else most)))
         for name in EXERCISES
         for number, key in enumerate(
             key for key, each in ANSWERS.items() if each.wrong == wrong and each.exercise == name
