@@ -19,7 +19,7 @@ SLOW = {"triton-kernel"}  # kernels in Triton's interpreter: some seconds a try
 
 
 def of_every_exercise(wrong: bool, most: int) -> list:
-    """The names of its mistakes or alternatives: `make test` tries the first `most` (one of SLOW), `make full` the rest."""
+    """The names of its mistakes or alternatives: `make test` tries `most` (of SLOW one), `make full` the rest."""
     return [
         pytest.param(key, marks=[pytest.mark.full] * (number >= (1 if name in SLOW else most)))
         for name in EXERCISES
