@@ -181,7 +181,7 @@ mistake(
     "loss-scaling",
     "the first parameter group only",
     {"for group in optimizer.param_groups for": "for group in optimizer.param_groups[:1] for"},
-    expect="two parameter groups",
+    expect="is not that of the unscaled gradient|two parameter groups",
 )
 
 

@@ -74,7 +74,7 @@ mistake(
     "token-weighted-loss",
     "counts-reduced-in-place",
     {"group.all_reduce(counts.sum())": "group.all_reduce(counts).sum()"},
-    expect="changed its counts",
+    expect="changed its input",
 )
 
 

@@ -73,7 +73,7 @@ mistake(
     "vocabulary-embedding",
     "changes-the-tokens",
     {"tokens - group.rank * len(rows)": "tokens.sub_(group.rank * len(rows))"},
-    expect="changed the ids that it was given",
+    expect="changed its input",
 )
 
 
@@ -140,7 +140,7 @@ mistake(
     "vocabulary-cross-entropy",
     "changes-the-logits",
     {"logits = logits - highest[:, None]": "with torch.no_grad():\n        logits -= highest[:, None]"},
-    expect="changed the weights or logits that it was given",
+    expect="changed its input",
 )
 alternative(
     "vocabulary-cross-entropy",

@@ -144,7 +144,7 @@ mistake(
         "(weight.grad, other)": "(weight.data, other)",
         "weight.grad += theirs": "weight.data += theirs",
     },
-    expect="the weight itself changed",
+    expect="changed its input",
 )
 
 

@@ -75,7 +75,7 @@ mistake(
     "softmax-merge",
     "changes its input",
     {"return out * weight[:, None]": "return out.mul_(weight[:, None])"},
-    expect="changed its input out",
+    expect="changed its input `out`",
 )
 
 
@@ -183,7 +183,7 @@ mistake(
         "for first in range(0, len(q), tile):": "q *= q.shape[1] ** -0.5\n    for first in range(0, len(q), tile):",
         " * q.shape[1] ** -0.5": "",
     },
-    expect="changed its input q",
+    expect="changed its input `q`",
 )
 
 

@@ -52,7 +52,7 @@ mistake(
         "return torch.where(place <= capacity, flat, -1)": "experts[(place > capacity).view_as(experts)] = -1\n"
         "    return experts"
     },
-    expect="changed the tensor",
+    expect="changed its input",
 )
 mistake(
     "capacity-drops",

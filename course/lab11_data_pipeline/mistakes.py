@@ -118,7 +118,7 @@ mistake(
     "bpe-merge-step",
     "glues in the words it was given",
     {"return best, merged": "words.clear()\n    words.update(merged)\n    return best, words"},
-    expect="changed its argument",
+    expect="changed its input",
 )
 
 
