@@ -239,10 +239,10 @@ def tokens_that_are_right(logits, params, seen, number, slack=1e-6):
     order = np.argsort(-weights, kind="stable")[: params.top_k]
     shares = weights[order] / weights[order].sum()
     before, found = shares.cumsum() - shares, set()
-    for near in (-slack, 0, slack):
+    least, most = (int((before < params.top_p + near).sum()) for near in (-slack, slack))
+    for count in range(least, most + 1) if params.top_p < 1 else (len(order),):
         kept = np.zeros_like(weights)
-        some = order[before < params.top_p + near] if params.top_p < 1 else order
-        kept[some] = weights[some]
+        kept[order[:count]] = weights[order[:count]]
         kept[kept < np.float32(params.min_p)] = 0
         running = kept.cumsum()
         for also in (-slack, 0, slack):
