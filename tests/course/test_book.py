@@ -10,7 +10,7 @@ import pytest
 from course.book.lab_page import lab_page, split_opening
 from course.book.pages import as_glossary, contents, figures_page, linked
 from course.book.reference import PACKAGES, to_rst
-from course.kit import course, masters
+from course.kit import course, exercises, masters
 from course.kit.minutes import core_minutes
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +79,12 @@ def test_page_of_a_lab(name, tmp_path):
     place = NAMES.index(name)
     beside = NAMES[max(place - 1, 0) : place] + NAMES[place + 1 : place + 2]
     assert all(f"]({lab}.md)" in box for lab in beside)
+
+
+def test_no_hint_has_what_markdown_would_change():
+    """Hints are plain text, and the website takes them for Markdown: `**` begins bold type, `$` a formula."""
+    hints = {exercise.name: exercise.hints for exercise in exercises.all_exercises()}
+    assert not [name for name, each in hints.items() if re.search(r"\*\*|``|\$|\]\(", " ".join(each))]
 
 
 @pytest.mark.parametrize("name", NAMES)
