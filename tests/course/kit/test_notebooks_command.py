@@ -248,9 +248,11 @@ def test_an_off_row_that_is_stored_is_named(home, capsys, monkeypatch):
     assert said.count(advice) == 2
 
 
-EXPLAINED = {  # rows that are off in stored solutions, with what their lab's text says of them
+EXPLAINED = {  # rows that may be off in stored solutions, with what their lab's text says of them
     ("01_collectives", "dist.reduce_scatter_tensor"): "gloo implements `reduce_scatter_tensor` as an all-reduce",
 }
+for _row in ("tp 4: step; 7.9", "dp 2, tp 2: step; 3.6", "pp 2, tp 2: step; 3.2"):  # on fewer cores than ranks
+    EXPLAINED["09_four_dimensions", f"{_row} MB sent by all"] = "rank computes while another waits for its message"
 
 
 def test_every_off_row_that_is_stored_is_explained_in_the_text():
@@ -258,7 +260,7 @@ def test_every_off_row_that_is_stored_is_explained_in_the_text():
     off = {
         (name, row_name) for name, path in paths.items() for row_name, _ in off_rows(nbformat.read(path, as_version=4))
     }
-    assert off == set(EXPLAINED), "execute the solution again on a quiet machine, or explain the row in its lab"
+    assert off <= set(EXPLAINED), "execute the solution again on a quiet machine, or explain the row in its lab"
     for (name, _), sentence in EXPLAINED.items():
         assert sentence in course.masters(ROOT)[name].read_text(encoding="utf-8")
 

@@ -1,9 +1,9 @@
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served():
-    """One server for tests that leave it as it was."""
+    """One server for the tests of a module, which leave it as it was. Its engine's thread ends with them."""
     from tests.engine.api.running import engine, running
 
     with running(engine()) as found:

@@ -25,15 +25,15 @@ def trainer(batches, accumulate, parallel=None, **options):
     tokens = Tokens((np.arange(500) % 50).astype(np.uint16), 50, 0, 1, 1500)
     trainer = Trainer(config, tokens, workers=0, parallel=parallel)
     trainer.loader.close()
-    trainer.loader = Given(batches)
+    trainer.loader = Given(batches, trainer.loader.dataset)
     return trainer
 
 
 class Given:
     position = 0
 
-    def __init__(self, batches):
-        self.batches = iter(batches)
+    def __init__(self, batches, dataset):
+        self.batches, self.dataset = iter(batches), dataset
 
     def __next__(self):
         return Batch(*next(self.batches), None, 0)
