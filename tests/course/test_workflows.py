@@ -72,7 +72,7 @@ def test_a_form_asks_for_what_is_needed(form):
 
 def test_the_cell_for_hosted_notebooks_installs_what_is_there():
     """Each of its commands: a folder that README clones into, an extra of pyproject.toml, a command of minillm."""
-    (cell,) = re.findall(r"```python\n(!git clone .*?)```", (ROOT / "docs/cluster.md").read_text(), re.DOTALL)
+    (cell,) = re.findall(r"```text\n(!git clone .*?)```", (ROOT / "docs/cluster.md").read_text(), re.DOTALL)
     assert "git clone REPOSITORY_URL minillm" in cell and "%cd minillm" in cell
     (extras,) = re.findall(r"pip install .*-e \.\[([\w,]+)\]", cell)
     assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
