@@ -402,6 +402,7 @@ launch(f, 3)
 INTERRUPTED_ANYWHERE = """
 import signal, sys, time
 from minillm.comm import launch
+from minillm.comm.launch import launcher
 
 name = sys.argv[1]
 original = getattr(launcher.Run, name)
