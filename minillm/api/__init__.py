@@ -3,9 +3,10 @@
     client ── HTTP ──▶ app.py ── protocol.py: what is asked for ──▶ AsyncLLM (minillm/serve/async_engine.py)
            ◀── SSE or JSON ── answers.py: what comes back ◀── deltas ──┘
 
-    app.py        routes, and what happens when a client goes away or the engine fails
+    app.py        routes: a request is parsed, admitted, given to the engine, answered
     protocol.py   requests: fields that are served, those that are refused, and their SamplingParams
     answers.py    bodies and stream chunks in OpenAI's shape
+    connection.py what ends when a client goes away, reads nothing, or the engine fails
     limits.py     keys and tenants, sizes, open requests; every refusal has OpenAI's error body
     metrics.py    counters and histograms for Prometheus
     run.py        uvicorn: one process, one event loop, the engine in its own thread; SIGTERM drains

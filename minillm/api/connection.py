@@ -111,16 +111,14 @@ async def while_connected(request: Request, streams: list[Stream]) -> list[Outpu
         answers.cancel()
 
 
-def failure(error: str | None) -> ApiError:
-    if error is None:
-        return ApiError(504, "the request took longer than this server allows", "server_error", code="timeout")
+def failure(error: str) -> ApiError:
     return ApiError(500, error, "server_error", code="engine_failure")
 
 
 def check_ending(reason: str | None) -> None:
     """ApiError if a sample was cut off."""
     if reason == "timeout":
-        raise failure(None)
+        raise ApiError(504, "the request took longer than this server allows", "server_error", code="timeout")
     if reason not in REASONS:
         raise failure(f"an answer was {reason or 'not ended'}")
 
