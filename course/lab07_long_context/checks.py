@@ -71,10 +71,8 @@ def _judge_merge(
     learner: Callable, case: Sequence[tuple[Tensor, Tensor]], spread: float, unseen: str, close: float = CLOSE
 ) -> float:
     (out, lse), (other, other_lse), right = case
-    given = [out.clone(), lse.clone(), other.clone(), other_lse.clone()]
-    found = learner(*given)
+    found = learner(out.clone(), lse.clone(), other.clone(), other_lse.clone())
     expect_tensors(found, right, ("output", "lse"))
-    _left_alone(given, (out, lse, other, other_lse), ("out", "lse", "other", "other_lse"))
     for name, mine, wanted in zip(("output", "lse"), found, right, strict=True):
         if torch.isnan(mine).any() or (name == "output" and not torch.isfinite(mine).all()):
             raise CheckFailed(_say_not_finite(name, spread, unseen))
@@ -102,13 +100,6 @@ def expect_tensors(found: Any, right: Sequence[Tensor], names: Sequence[str]) ->
         expect_tensor(name, mine, wanted.shape)
         if mine.dtype != wanted.dtype:
             raise CheckFailed(f"{name} is {mine.dtype} where what came in is {wanted.dtype}: keep the dtype")
-
-
-def _left_alone(given: Sequence[Tensor], before: Sequence[Tensor], names: Sequence[str]) -> None:
-    """CheckFailed if an input was changed."""
-    for name, now, then in zip(names, given, before, strict=True):
-        if not torch.equal(now, then):
-            raise CheckFailed(f"your function changed its input {name}: the caller still needs it")
 
 
 def _by(mine: Tensor, wanted: Tensor) -> str:
@@ -143,9 +134,7 @@ def check_forward(learner: Callable) -> Receipt:
     # Scores of some thousands: exp overflows unless each query's largest score so far was subtracted.
     for seq, spread in ((TILE, 1.0), (5 * TILE, 1.0), (4 * TILE + random.randint(1, TILE - 1), 1000.0), (7, 1.0)):
         q, k, v = _draw(seq, spread)
-        given = [q.clone(), k.clone(), v.clone()]
-        found, right = learner(*given, TILE), _attention(q, k, v)
-        _left_alone(given, (q, k, v), "qkv")
+        found, right = learner(q.clone(), k.clone(), v.clone(), TILE), _attention(q, k, v)
         worst = max(worst, _compare(found, right, ("output", "lse"), f"{seq} positions in tiles of {TILE}"))
     rows = [row("largest difference from softmax over all keys (below 1e-9)", True, worst < 1e-9)]
     return receipt("attention in tiles", [*rows, *_frugal(lambda q, k, v: learner(q, k, v, TILE), 4, _draw)])
@@ -169,9 +158,7 @@ def check_backward(learner: Callable) -> Receipt:
     worst, names = 0.0, ("dq", "dk", "dv")
     for seq, spread in ((TILE, 1.0), (5 * TILE, 1.0), (4 * TILE + random.randint(1, TILE - 1), 20.0)):
         *given, right = _backward_case(seq, spread)
-        copies = [x.clone() for x in given]
-        found = learner(*copies, TILE)
-        _left_alone(copies, given, ("q", "k", "v", "out", "lse", "d_out"))
+        found = learner(*(x.clone() for x in given), TILE)
         worst = max(worst, _compare(found, right, names, f"{seq} positions in tiles of {TILE}"))
     rows = [row("largest difference from autograd through softmax (below 1e-9)", True, worst < 1e-9)]
     frugal = _frugal(lambda *given: learner(*given, TILE), 10, lambda seq: _backward_case(seq, 1.0)[:-1])
