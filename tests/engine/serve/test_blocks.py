@@ -249,20 +249,20 @@ class CountedTokens(tuple):
         return tuple.__ne__(self, other)
 
 
+def counted_chain(blocks):
+    prefixes = [cache_namespace()]
+    for number in range(blocks):
+        prefixes.append(Prefix(prefixes[-1], CountedTokens((number, number))))
+    return prefixes[1:]
+
+
 def test_a_lookup_compares_each_cached_block_once():
     blocks = 400
-
-    def chain():
-        prefixes = [cache_namespace()]
-        for number in range(blocks):
-            prefixes.append(Prefix(prefixes[-1], CountedTokens((number, number))))
-        return prefixes[1:]
-
     pool = BlockPool(blocks, 2)
     held = pool.allocate(blocks)
-    for block, prefix in zip(held, chain(), strict=True):
+    for block, prefix in zip(held, counted_chain(blocks), strict=True):
         pool.cache_block(block, prefix)
-    CountedTokens.compared, mine = 0, chain()
+    CountedTokens.compared, mine = 0, counted_chain(blocks)
     assert pool.lookup(mine) == held
     assert CountedTokens.compared <= 2 * blocks
     CountedTokens.compared = 0
@@ -273,18 +273,11 @@ def test_a_lookup_compares_each_cached_block_once():
 def test_so_does_one_that_asks_for_the_last_blocks_only():
     """`lookup_seen`, for a window, and after an eviction: the chain is walked once, not once for each block."""
     blocks = 400
-
-    def chain():
-        prefixes = [cache_namespace()]
-        for number in range(blocks):
-            prefixes.append(Prefix(prefixes[-1], CountedTokens((number, number))))
-        return prefixes[1:]
-
     pool = BlockPool(blocks, 2, window=600)
-    for block, prefix in zip(pool.allocate(blocks), chain(), strict=True):
+    for block, prefix in zip(pool.allocate(blocks), counted_chain(blocks), strict=True):
         pool.cache_block(block, prefix)
     CountedTokens.compared = 0
-    assert len(pool.lookup_seen(chain())) == blocks
+    assert len(pool.lookup_seen(counted_chain(blocks))) == blocks
     assert CountedTokens.compared <= 2 * blocks
 
 
