@@ -85,20 +85,16 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("tokens", [(1, 1, 1), (5, 2, 9)])
 def test_cost_of_a_batch(tokens):
     shape = ModelConfig(37, 12, 20, 2, 4, 2, head_dim=4, max_seq_len=64)
-    batch = [
-        Adapters(shape, rank, names)
-        for rank, names in ((4, ("q_proj",)), (16, ("q_proj", "v_proj")), (64, ("v_proj",)))
-    ]
+    choices = (4, ("q_proj",)), (16, ("q_proj", "v_proj")), (64, ("v_proj",))
+    batch = [Adapters(shape, rank, names) for rank, names in choices]
     sizes, flops, products = {"q_proj": (16, 12), "v_proj": (8, 12)}, 0, 0
     segments = segments_of(range(3), tokens)
     for name, (out, inputs) in sizes.items():
-        here = {
-            i: Matrices(torch.ones(a.rank, inputs), torch.ones(out, a.rank), 1.0)
-            for i, a in enumerate(batch)
-            if name in a.layers
-        }
+        here = {number: each.rank for number, each in enumerate(batch) if name in each.layers}
+        here = {n: Matrices(torch.ones(rank, inputs), torch.ones(out, rank), 1.0) for n, rank in here.items()}
+        x, y = torch.ones(sum(tokens), inputs), torch.zeros(sum(tokens), out)
         with torch.no_grad(), FlopCounterMode(display=False) as counted, Products() as made:
-            add_updates(torch.zeros(sum(tokens), out), torch.ones(sum(tokens), inputs), segments, here)
+            add_updates(y, x, segments, here)
         flops, products = flops + 2 * counted.get_total_flops(), products + 2 * made.count  # two blocks
     assert batch_update_flops(list(zip(batch, tokens, strict=True))) == flops
     assert batch_products(batch) == products
