@@ -15,7 +15,8 @@ from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.serve.requests.output import Output, output_of
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Request, Sample, new_request, pairs, prompt_ids
+from minillm.serve.requests.prompts import pairs, prompt_ids
+from minillm.serve.requests.request import Request, Sample, new_request
 from minillm.serve.run.recorder import StepRecord
 from minillm.serve.sample import reference
 

@@ -6,7 +6,13 @@
     start.py        the values that a run starts from: a folder's, NF4 codes of them, and those of adapters
     peft_folder.py  a folder of peft's, in and out
 
-Trained by `minillm.train` (`python -m minillm train --base DIR --lora 16`), with any layout of ranks.
+Trained by `minillm.train` (`python -m minillm train --base DIR --lora 16`), with any layout of ranks. Many of them are
+served beside one base:
+
+    grouped.py      adapters of different ranks in one batch: a slice of rows and two thin products for each
+    routed.py       a model whose passes add them, without a layer being replaced
+    store.py        which are on the device, within a budget: `LLM(model, adapters={"french": "adapters/french"})`
+    ../serve/run/adapters.py    what the engine asks of them
 """
 
 from minillm.adapters.attach import adapters, attach, detach, merge, switched_off, unmerge

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
 from minillm.adapters.attach import adaptable, adapter_parameters, adapters, attach
@@ -208,11 +208,12 @@ def _read_matrices(path: Path, rank: int) -> tuple[dict[str, tuple[Tensor, Tenso
         raise ValueError(f"{path} does not exist: the folder is not complete.")
     halves: dict[str, dict[str, Tensor]] = {}
     try:
-        with safe_open(path, "pt") as file:
-            fingerprint = (file.metadata() or {}).get(FINGERPRINT)
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        content = path.read_bytes()  # not mapped: whatever becomes of the file later, this stays
+        tensors = load(content)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is damaged ({error}): download or export it again.") from error
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    fingerprint = header.get("__metadata__", {}).get(FINGERPRINT)
     for key, tensor in tensors.items():
         layer, which = _place_of(key, path)
         if not tensor.is_floating_point() or not tensor.isfinite().all():

@@ -32,7 +32,7 @@ from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
 from minillm.serve.requests.output import Output
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import prompt_ids
+from minillm.serve.requests.prompts import prompt_ids
 from minillm.serve.requests.summary import summary
 from minillm.serve.run.memory import default_num_blocks, gpu_limits, rows_of_each
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named

@@ -26,7 +26,8 @@ Beside the path: `requests/output.py` (what a user gets of a request), `checks.p
 `sample/isolate.py` (a row whose sampling raises), `run/decode_graphs.py` (steps of single tokens as CUDA graphs),
 `run/async_scheduling.py` (the next step is prepared while the device computes), `run/optimise.py` (fewer kernels),
 `run/build.py`, `run/memory.py` and `run/warm_up.py`
-(how many blocks fit, what is compiled beforehand), `run/penalties.py` and `sample/seen.py` (which tokens a penalty is
+(how many blocks fit, what is compiled beforehand), `run/adapters.py` (a request's own adapter, of many beside one
+model), `requests/prompts.py` (a prompt's tokens), `run/penalties.py` and `sample/seen.py` (which tokens a penalty is
 for), `load.py` (a folder as an engine), `async_engine.py` (`async for` over answers), `speculate/` (draft tokens).
 `minillm/bench/load.py` sends the same requests through any engine.
 """

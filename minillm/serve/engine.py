@@ -8,7 +8,7 @@ Greedy tokens are those of `minillm.model.generate`, whatever is switched on and
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -25,16 +25,17 @@ from minillm.serve.numbers import check_whole
 from minillm.serve.progress import progress_bar
 from minillm.serve.requests.output import Delta, Output, OutputCursor, output_of
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Request, pairs
+from minillm.serve.requests.prompts import adapter_of_each, pairs
+from minillm.serve.requests.request import Request
 from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.async_scheduling import AsyncScheduling
-from minillm.serve.run.build import build_pool, build_runner
+from minillm.serve.run.build import build_pool, build_runner, build_scheduler, build_speculation, prepare_model
 from minillm.serve.run.core import EngineCore
 from minillm.serve.run.memory import gpu_limits
-from minillm.serve.run.optimise import compile_blocks, fuse
 from minillm.serve.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from minillm.adapters.store import AdapterStore
     from minillm.serve.speculate.adaptive import AdaptiveK
     from minillm.serve.speculate.proposal import Proposer
 
@@ -55,7 +56,8 @@ class LLM:
     kernels and record graphs now and not while the first requests wait, see `run/warm_up.py`; None = on a CUDA GPU.
     async_scheduling: the host prepares a step while the device computes the one before it, see
     `run/async_scheduling.py`. kv_dtype: "int8" or "fp8" keeps keys and values in 8 bits with a scale for each token and
-    head (`minillm/model/paged/quantized.py`); None = as the model computes them.
+    head (`minillm/model/paged/quantized.py`); None = as the model computes them. adapters: folders of peft's by name,
+    or an `AdapterStore` with limits of its own; a request names one.
     Any thread may add, cancel, generate and stream, also during a forward pass; steps happen one at a time. A step that
     Ctrl-C ends fails the requests that had begun, once the next step finds it so; those that wait stay queued.
     """
@@ -83,6 +85,7 @@ class LLM:
         warm_up: bool | None = None,
         async_scheduling: bool = False,
         kv_dtype: str | None = None,
+        adapters: "AdapterStore | Mapping[str, str | Path] | None" = None,
         scheduler: type[Scheduler] = Scheduler,
         **scheduling,
     ):
@@ -91,25 +94,20 @@ class LLM:
         check_whole("keep_records", keep_records, 0)
         self.model, self.tokenizer, self.clock = model, tokenizer, clock
         weight = model.embedding.weight
-        if weight.is_cuda if fused is None else fused:
-            fuse(model, kernels=weight.is_cuda and compile is False)
-        if compile is not False:
-            compile_blocks(model, compile)
+        self.adapters = prepare_model(model, adapters, fused=fused, compile=compile)
         self.backend = backend or default_backend(weight.device, weight.dtype)
         kv_format = kv_format_named(kv_dtype, self.backend)
         scheduling = gpu_limits(model, scheduling) | scheduling
         options = {"utilization": gpu_memory_utilization, "prefix_cache": prefix_cache, "scheduling": scheduling}
-        options |= {"kv_format": kv_format, "drafts": 0 if proposer is None else k}
+        options |= {"kv_format": kv_format, "drafts": 0 if proposer is None else k, "adapters": self.adapters}
         self.pool = build_pool(model, self.backend, block_size, num_blocks, num_host_blocks, **options)
-        self.scheduler = scheduler(self.pool, **scheduling)
-        self.runner = build_runner(model, self.scheduler, self.backend, kv_format, graphs=graphs, warm_up=warm_up)
+        self.scheduler = build_scheduler(scheduler, self.pool, scheduling, self.adapters)
+        options = {"graphs": graphs, "warm_up": warm_up, "adapters": self.adapters}
+        self.runner = build_runner(model, self.scheduler, self.backend, kv_format, **options)
         self.cache = self.runner.cache
-        self.speculation = None
-        if proposer is not None:
-            from minillm.serve.speculate.speculation import Speculation
-
-            self.speculation = Speculation(proposer, k, model.config)
-        self.requests = RequestTable(self.scheduler, self.speculation, model.config, tokenizer, clock, generation)
+        self.speculation = build_speculation(proposer, k, model.config)
+        about = (model.config, tokenizer, clock, generation, self.adapters)
+        self.requests = RequestTable(self.scheduler, self.speculation, *about)
         core = AsyncScheduling if async_scheduling else EngineCore
         self.core = core(self.runner, self.requests, keep_records=keep_records, record_blocks=record_blocks)
         self.records = self.core.records
@@ -127,13 +125,15 @@ class LLM:
         prompts: list[str | list[int]],
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
+        adapter: str | list[str | None] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
-        """One output per prompt, in order. params: for all, or one for each. Refuses all if one cannot run.
+        """One output per prompt, in order. params, adapter: for all, or one for each. Refuses all if one cannot run.
 
         progress: a bar on standard error; None = if that is a terminal and there are many prompts.
         """
-        mine = [self.requests.request(prompt, wanted, awaited=True) for prompt, wanted in pairs(prompts, params)]
+        each = zip(pairs(prompts, params), adapter_of_each(prompts, adapter), strict=True)
+        mine = [self.requests.request(*asked, adapter=name, awaited=True) for asked, name in each]
         try:
             for request in mine:
                 self.requests.submit(request)
@@ -164,12 +164,15 @@ class LLM:
         priority: int = 0,
         salt: str | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> str:
         """Queues a request and returns its id. priority: lower is sooner. salt: shares cached prefixes with its like.
+        adapter: the name of one; None = the base alone.
 
         ValueError for what can never run, RuntimeError while the queue is full (`max_waiting`).
         """
-        request = self.requests.request(prompt, params, priority=priority, salt=salt, timeout_s=timeout_s)
+        options = {"priority": priority, "salt": salt, "timeout_s": timeout_s, "adapter": adapter}
+        request = self.requests.request(prompt, params, **options)
         self.requests.submit(request, request_id)
         return request.request_id
 

@@ -44,6 +44,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "rounding with calibration": ("quantize", "calibrate rescale gptq in_place", 480),
     "quantized folders": ("quantize", "folder words hub", 420),
     "adapters": ("adapters", "lora attach parallel start peft_folder", 800),
+    "serving many adapters": ("adapters", "grouped routed store ../serve/run/adapters", 450),
     "sampler": ("serve", "sample/reference sample/batch sample/selection", 450),
 }
 

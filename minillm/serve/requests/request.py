@@ -15,12 +15,14 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.model.draw import Draw, sample_seed
 from minillm.model.hf.generation_config import GenerationDefaults
-from minillm.serve.numbers import check_whole, whole_numbers
+from minillm.serve.numbers import check_whole
 from minillm.serve.requests.params import SamplingParams, Token, plain_token
+from minillm.serve.requests.prompts import prompt_ids
 from minillm.serve.schedule.blocks import cache_namespace
 from minillm.serve.schedule.sequence import Sequence
 
 if TYPE_CHECKING:
+    from minillm.adapters.store import Registered
     from minillm.serve.speculate.proposal import DraftState
 
 
@@ -115,6 +117,7 @@ def new_request(
     priority: int = 0,
     salt: str | None = None,
     timeout_s: float | None = None,
+    adapter: "Registered | None" = None,
     awaited: bool = False,
     generation: GenerationDefaults | None = None,
 ) -> Request:
@@ -138,42 +141,10 @@ def new_request(
             stops.add(tokenizer.eos_id)
     seed = secrets.randbits(63) if params.seed is None else params.seed
     request = Request(tokens, params, seed, frozenset(stops), now, timeout_s, awaited)
-    shared = {"priority": priority, "origin": cache_namespace(None, salt), "request": request}
+    shared = {"priority": priority, "request": request, "origin": cache_namespace(adapter and adapter.digest, salt)}
+    shared["adapter"] = adapter and adapter.number
     for index in range(params.n):
         own = {"index": index, "draw": Draw(sample_seed(seed, index)), "push": tokenizer and tokenizer.stream()}
         request.samples.append(Sample(list(tokens), limit, **shared, **own))
     request.samples[0].num_seqs = params.n  # it stands for all of them until its prompt is computed
     return request
-
-
-def pairs(prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None) -> list[tuple]:
-    """(prompt, its params) of each; params: for all, or one for each."""
-    if isinstance(prompts, str):
-        raise ValueError("prompts is one text: give a list of prompts.")
-    each = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
-    if len(each) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts but {len(each)} params: give one for all, or one for each.")
-    return list(zip(prompts, each, strict=True))
-
-
-def prompt_ids(
-    prompt: str | list[int], params: SamplingParams, tokenizer: Tokenizer | None, config: ModelConfig
-) -> list[int]:
-    """The prompt's token ids; ValueError if the model cannot take them."""
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"params {params!r} must be SamplingParams, or None for the defaults.")
-    if tokenizer is None and (isinstance(prompt, str) or params.stop):
-        what = "the prompt" if isinstance(prompt, str) else f"stop {params.stop!r}"
-        raise ValueError(f"{what} is text and this LLM has no tokenizer: pass tokenizer=, or token ids.")
-    if isinstance(prompt, str):
-        tokens = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
-    else:
-        tokens = None if isinstance(prompt, set | frozenset) else whole_numbers(prompt)
-        if tokens is None:
-            raise ValueError(f"the prompt {prompt!r} must be a text or a list of token ids.")
-    if not 0 < len(tokens) < config.max_seq_len:
-        raise ValueError(f"a prompt of {len(tokens)} tokens does not fit: use 1 to {config.max_seq_len - 1}.")
-    for token in (*tokens, *params.stop_tokens, *params.first_tokens):
-        if not 0 <= token < config.vocab_size:
-            raise ValueError(f"token id {token} is outside 0 .. {config.vocab_size - 1} (the vocabulary).")
-    return list(tokens)

@@ -20,9 +20,11 @@ from minillm.model import ModelConfig
 from minillm.model.hf.generation_config import GenerationDefaults
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import Request, Sample, new_request
+from minillm.serve.run.adapters import registered
 from minillm.serve.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from minillm.adapters.store import AdapterStore
     from minillm.serve.speculate.speculation import Speculation
 
 
@@ -38,8 +40,9 @@ class RequestTable:
         tokenizer: Tokenizer | None,
         clock: Callable[[], float],
         generation: GenerationDefaults | None = None,
+        adapters: "AdapterStore | None" = None,
     ):
-        self.scheduler, self.speculation, self.config = scheduler, speculation, config
+        self.scheduler, self.speculation, self.config, self.adapters = scheduler, speculation, config, adapters
         self.tokenizer, self.clock, self.generation = tokenizer, clock, generation
         self.arrived: dict[str, Request] = {}
         self.live: dict[str, Request] = {}
@@ -53,9 +56,11 @@ class RequestTable:
         """Requests that have not ended and are not about to."""
         return len(self.arrived) + len(self.live) - sum(map(self._knows, set(self.cancelled.copy())))
 
-    def request(self, prompt: str | list[int], params: SamplingParams | None, **options) -> Request:
-        """A `new_request` that can run, not submitted yet. options: see there."""
-        options["generation"] = self.generation
+    def request(
+        self, prompt: str | list[int], params: SamplingParams | None, *, adapter: str | None = None, **options
+    ) -> Request:
+        """A `new_request` that can run, not submitted yet. adapter: its name. options: see there."""
+        options |= {"generation": self.generation, "adapter": registered(self.adapters, adapter)}
         request = new_request(prompt, params, self.config, self.tokenizer, self.clock(), **options)
         self.scheduler.check(request.samples[0])
         return request

@@ -1,15 +1,44 @@
-"""An engine's pool and runner: how many blocks, the memory for them, what is compiled and recorded beforehand."""
+"""An engine's parts: how many blocks, the memory for them, what is compiled and recorded beforehand."""
 
-from minillm.model import Transformer
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minillm.model import ModelConfig, Transformer
 from minillm.model.kernels import gpu_of
 from minillm.model.paged import Backend, PagedCache
 from minillm.model.paged.quantized import RowFormat
+from minillm.serve.run.adapters import store_of
 from minillm.serve.run.decode_graphs import wants_graphs
 from minillm.serve.run.memory import blocks_of_full_length, pool_sizes, rows_of_each
 from minillm.serve.run.model_runner import Runner
+from minillm.serve.run.optimise import compile_blocks, fuse
 from minillm.serve.run.warm_up import warm_up as run_warm_up
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from minillm.adapters.store import AdapterStore
+    from minillm.serve.speculate.adaptive import AdaptiveK
+    from minillm.serve.speculate.proposal import Proposer
+    from minillm.serve.speculate.speculation import Speculation
+
+
+def prepare_model(
+    model: Transformer,
+    adapters: "AdapterStore | Mapping[str, str | Path] | None",
+    *,
+    fused: bool | None,
+    compile: bool | str,
+) -> "AdapterStore | None":
+    """Changes how the model computes, see `optimise.py`, and gives it the store of its adapters. All as of `LLM`."""
+    on_gpu = model.embedding.weight.is_cuda
+    if on_gpu if fused is None else fused:
+        fuse(model, kernels=on_gpu and compile is False)
+    store = store_of(model, adapters, compile)
+    if compile is not False:
+        compile_blocks(model, compile)
+    return store
 
 
 def build_pool(
@@ -21,14 +50,34 @@ def build_pool(
     *,
     prefix_cache: bool,
     drafts: object,
+    adapters: "AdapterStore | None",
     **options,
 ) -> BlockPool:
     """Of an engine. drafts: see `rows_of_each`. options: of `pool_sizes`."""
     options["rows_of_each"] = rows_of_each(drafts)
     options["reserved_bytes"] = getattr(backend, "workspace_bytes", 0)
+    options["reserved_bytes"] += 0 if adapters is None else adapters.budget_bytes - adapters.nbytes
     total, on_host = pool_sizes(model, block_size, num_blocks, num_host_blocks, **options)
     window = model.config.window_of_all_layers
     return BlockPool(total, block_size, num_host_blocks=on_host, prefix_cache=prefix_cache, window=window)
+
+
+def build_scheduler(
+    scheduler: type[Scheduler], pool: BlockPool, options: dict[str, object], adapters: "AdapterStore | None"
+) -> Scheduler:
+    """options: as of `LLM`."""
+    return scheduler(pool, **options, **({} if adapters is None else {"adapters_fit": adapters.has_room}))
+
+
+def build_speculation(
+    proposer: "Proposer | None", k: "int | str | AdaptiveK", config: ModelConfig
+) -> "Speculation | None":
+    """None without a proposer. k: as of `LLM`."""
+    if proposer is None:
+        return None
+    from minillm.serve.speculate.speculation import Speculation
+
+    return Speculation(proposer, k, config)
 
 
 def build_runner(
@@ -39,6 +88,7 @@ def build_runner(
     *,
     graphs: bool | None,
     warm_up: bool | None,
+    adapters: "AdapterStore | None",
 ) -> Runner:
     """For the steps and the pool of a scheduler. graphs, warm_up: as of `LLM`."""
     weight, pool, most = model.embedding.weight, scheduler.pool, scheduler.max_num_seqs
@@ -52,6 +102,7 @@ def build_runner(
         table_rows=2 * most,
         table_width=widest if pool.window is not None else min(pool.total, widest),
         graphs=most if wants_graphs(graphs, backend, weight.device) else 0,
+        **({} if adapters is None else {"routed": adapters.routed}),
     )
     if weight.is_cuda if warm_up is None else warm_up:
         with gpu_of(weight.device):

@@ -10,6 +10,7 @@
 import torch
 
 from minillm.serve.requests.table import RequestTable
+from minillm.serve.run.adapters import hold_adapters
 from minillm.serve.run.model_runner import Runner
 from minillm.serve.run.recorder import RecordLog, record
 from minillm.serve.run.step import InputBuilder, Step
@@ -39,6 +40,8 @@ class EngineCore:
         started = self.clock()
         self.requests.tidy(started)
         plan = self.scheduler.schedule()
+        if self.requests.adapters is not None:
+            hold_adapters(plan, self.requests)
         for sample in plan.admitted:
             if sample.request.scheduled is None:
                 sample.request.scheduled = started

@@ -4,7 +4,8 @@ It knows no request and no sequence. Whatever it needs of them is in the arrays,
 same step side by side, each with its part of the model, of the keys and of the values.
 """
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -43,7 +44,8 @@ class Runner:
     """The model, keys and values, block tables, and the ids that the step before sampled.
 
     table_rows, table_width: size of the block tables. graphs: sequences of the largest step that is replayed as a CUDA
-    graph (`decode_graphs.py`); 0 = none is. moved: how many moves of the last step were carried out.
+    graph (`decode_graphs.py`); 0 = none is. routed: `AdapterStore.routed`, for steps with adapters, which are not
+    replayed. moved: how many moves of the last step were carried out.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class Runner:
         table_rows: int,
         table_width: int,
         graphs: int = 0,
+        routed: Callable[..., AbstractContextManager] = nullcontext,
     ):
-        self.model, self.cache, self.backend = model, cache, backend
+        self.model, self.cache, self.backend, self.routed = model, cache, backend, routed
         self.tables = BlockTables(table_rows, table_width, cache.pool.device)
         self.graphs = DecodeGraphs(model, cache, backend, self.tables, graphs) if graphs else None
         self.seen = SeenTokens()
@@ -94,7 +97,7 @@ class Runner:
         of_tokens = {"tokens": step.tokens, "positions": positions, "slots": slots}
         if before is not None and step.tokens.min() >= 0:
             before = None  # without placeholders
-        if self.graphs is not None and step.one_token_each and not step.hidden:
+        if self.graphs is not None and step.one_token_each and not step.hidden and step.adapters is None:
             logits = self.graphs.logits(step, of_tokens, before)
             if logits is not None:
                 return StepOutputs(logits)
@@ -104,7 +107,8 @@ class Runner:
         tables.write_on_device(there["table_places"], there["table_blocks"])
         tokens = fill_placeholders(there["tokens"], before)[None]
         attention, outputs = self._attention(step, there["slots"], there["rows"]), StepOutputs()
-        with self._keep_hidden(outputs) if step.hidden else nullcontext():
+        adapted = nullcontext() if step.adapters is None else self.routed(step.adapters, step.counts)
+        with self._keep_hidden(outputs) if step.hidden else nullcontext(), adapted:
             logits = self.model(tokens, there["positions"], attention=attention, rows=there["wanted"])[0]
         outputs.logits = logits.float()
         return outputs

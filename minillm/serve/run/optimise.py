@@ -98,8 +98,12 @@ def _alike(layers: list[nn.Module | None]) -> bool:
 def compile_blocks(model: Transformer, backend: bool | str = True) -> None:
     """For inference, in place; parameters keep their names. backend: True = "inductor", or another one of torch's.
 
-    ValueError if there is no such backend, or not what it needs.
+    ValueError if there is no such backend, or not what it needs, and for a model that serves adapters.
     """
+    from minillm.adapters.routed import is_routed
+
+    if is_routed(model):
+        raise ValueError("compile beside adapters: compiled blocks have no place for updates, load the model anew.")
     backend = "inductor" if backend is True else backend
     _check(backend, model.embedding.weight.device)
     for block in model.blocks:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minillm.serve.requests.request import Sample
+from minillm.serve.run.adapters import adapters_of
 from minillm.serve.run.model_runner import StepOutputs
 from minillm.serve.run.penalties import Penalised, SeenOnHost
 from minillm.serve.run.step_inputs import Row, SamplingInputs, StepInputs, sampling_inputs
@@ -114,6 +115,7 @@ class InputBuilder:
             allowed_ids=allowed_ids,
             hidden=hidden,
             sampling=sampling,
+            adapters=adapters_of([sequence for sequence, _ in step.plan.batch]),
         )
 
     def _update(self, sequences: list[Sequence]) -> list[int]:

@@ -15,7 +15,7 @@ order always goes on, ends, and makes the next one first. No livelock, no starva
 """
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import count
 
@@ -32,7 +32,8 @@ class Scheduler:
 
     token_budget: tokens of a step, at least max_num_seqs. chunk: of one sequence in a step; None = the budget.
     preemption: "recompute" drops the blocks of a victim, "swap" copies them to the host while there is room.
-    reserve: free blocks to keep per running sequence at admission; more means fewer preemptions.
+    reserve: free blocks to keep per running sequence at admission; more means fewer preemptions. adapters_fit: whether
+    these adapters can run at once.
     """
 
     def __init__(
@@ -47,13 +48,14 @@ class Scheduler:
         patience: int = 64,
         reserve: int = 1,
         max_waiting: int | None = None,
+        adapters_fit: Callable[[set[int]], bool] | None = None,
     ):
         numbers = {"token_budget": token_budget, "max_num_seqs": max_num_seqs, "patience": patience, "reserve": reserve}
         check_scheduler(policy, preemption, **numbers, chunk=chunk, max_waiting=max_waiting)
         self.pool, self.token_budget, self.max_num_seqs = pool, token_budget, max_num_seqs
         self.chunk, self.patience = chunk or token_budget, patience
         self.piece = None if pool.window is None else min(self.chunk, token_budget)  # see `Sequence.wanted`
-        self.reserve, self.max_waiting = reserve, max_waiting
+        self.reserve, self.max_waiting, self.adapters_fit = reserve, max_waiting, adapters_fit
         self.swaps, self._victim_key = preemption == "swap", POLICIES[policy]
         self.step = 0
         self._arrivals, self._forks = count(), count(1)
@@ -97,6 +99,10 @@ class Scheduler:
             )
         if n > self.max_num_seqs:
             raise ValueError(f"n {n} is more than max_num_seqs {self.max_num_seqs}: lower one or raise the other.")
+
+    @property
+    def adapters_in_use(self) -> set[int]:
+        return {sequence.adapter for sequence in self.running} - {None}
 
     def schedule(self) -> Plan:
         """The next step. Empty only when nothing waits or runs."""
@@ -242,6 +248,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Blocks for the tokens it wants, cached ones first; counted before anything is taken."""
         if self.num_seqs + sequence.num_seqs > self.max_num_seqs:
+            return False
+        if sequence.adapter is not None and not self.adapters_fit(self.adapters_in_use | {sequence.adapter}):
             return False
         lookup = self.pool.lookup if self.pool.window is None else self.pool.lookup_seen
         hits = lookup(self._prefixes(sequence))

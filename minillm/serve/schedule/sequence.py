@@ -14,6 +14,7 @@ class Sequence:
 
     limit: tokens it ends with at the latest, prompt included. num_seqs: sequences it will be after its prompt (its
     request's n). priority: lower is sooner. block_hashes: the cache keys of its full blocks, as far as needed yet.
+    adapter: its number in the `AdapterStore`; None = the base alone.
     """
 
     tokens: list[int]
@@ -22,6 +23,7 @@ class Sequence:
     priority: int = 0
     origin: Prefix = field(default_factory=cache_namespace)
     name: str = ""
+    adapter: int | None = None
     state: State = State.NEW
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
