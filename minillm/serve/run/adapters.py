@@ -31,17 +31,18 @@ def store_of(
     """All as of `LLM`; None = there are no adapters. ValueError for a model that cannot serve them."""
     if adapters is None:
         return None
+    from minillm.adapters.routed import routes_of
     from minillm.adapters.store import AdapterStore
 
     if compile is not False or any(isinstance(block.forward, CompiledBlock) for block in model.blocks):
         raise ValueError("adapters with compile: compiled blocks have no place for updates, leave one of the two out.")
-    if isinstance(adapters, AdapterStore):
-        if adapters.model is not model:
-            raise ValueError("this AdapterStore is of another model: make one with the model of the LLM.")
-        return adapters
-    if not isinstance(adapters, Mapping):
+    if not isinstance(adapters, AdapterStore | Mapping):
         raise ValueError(f"adapters {adapters!r} must be names with their folders, as {{'french': 'adapters/french'}}.")
-    return AdapterStore(model, adapters)
+    store = adapters if isinstance(adapters, AdapterStore) else AdapterStore(model, adapters)
+    if store.model is not model:
+        raise ValueError("this AdapterStore is of another model: make one with the model of the LLM.")
+    routes_of(model)  # from here on it cannot be compiled
+    return store
 
 
 def registered(store: "AdapterStore | None", name: str | None) -> "Registered | None":
