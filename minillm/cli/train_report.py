@@ -33,4 +33,9 @@ def _exported(made: dict[str, Any]) -> str:
     bits = f"{made['bits_per_byte']:.3f} bits per byte; " if "bits_per_byte" in made else ""
     if made["config"]["lora"] is None:
         return f"exported: {bits}python -m minillm generate --model {made['folder']}"
-    return f"exported: {bits}{made['folder']} holds the adapters alone, which peft loads beside their base"
+    use = (
+        ""
+        if made["base"] is None
+        else f": python -m minillm generate --model {made['base']} --adapter {made['folder']}"
+    )
+    return f"exported: {bits}{made['folder']} holds the adapters alone{use}"
