@@ -1,6 +1,6 @@
 """Adapters in the engine (minillm/adapters/store.py has them): what its parts ask, each with one call.
 
-    a request arrives       registered: its name is known, its folder is whole and fits; else it is refused
+    a request arrives       `prompts.registered`: its name is known, its folder is whole and fits; else it is refused
     a sequence is admitted  only while the store has room for the adapters of all that run (`Scheduler`)
     a step is planned       hold_adapters: loads what was admitted, and puts sequences of one adapter side by side
     its inputs are made     adapters_of: a number for each sequence
@@ -21,7 +21,7 @@ from minillm.serve.schedule.sequence import Plan, State
 from minillm.serve.schedule.sequence import Sequence as Scheduled
 
 if TYPE_CHECKING:
-    from minillm.adapters.store import AdapterStore, Registered
+    from minillm.adapters.store import AdapterStore
     from minillm.serve.requests.table import RequestTable
 
 
@@ -43,15 +43,6 @@ def store_of(
         raise ValueError("this AdapterStore is of another model: make one with the model of the LLM.")
     routes_of(model)  # from here on it cannot be compiled
     return store
-
-
-def registered(store: "AdapterStore | None", name: str | None) -> "Registered | None":
-    """Of a request's adapter; ValueError if it cannot be served."""
-    if name is None:
-        return None
-    if store is None:
-        raise ValueError(f"no adapter {name!r} here: give the LLM its folder, adapters={{{name!r}: ...}}.")
-    return store.registered(name)
 
 
 def hold_adapters(plan: Plan, requests: "RequestTable") -> None:
