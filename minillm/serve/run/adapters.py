@@ -9,7 +9,7 @@
 An adapter's digest is where its prefixes begin in the cache, see `cache_namespace`: keys and values depend on it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,12 @@ import numpy as np
 
 from minillm.model import Transformer
 from minillm.serve.run.optimise import CompiledBlock
+from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Plan, State
 from minillm.serve.schedule.sequence import Sequence as Scheduled
 
 if TYPE_CHECKING:
     from minillm.adapters.store import AdapterStore
-    from minillm.serve.requests.table import RequestTable
 
 
 def store_of(
@@ -45,13 +45,12 @@ def store_of(
     return store
 
 
-def hold_adapters(plan: Plan, requests: "RequestTable") -> None:
+def hold_adapters(plan: Plan, store: "AdapterStore", scheduler: Scheduler, end: Callable[..., None]) -> None:
     """Loads what running sequences need. Requests whose adapter cannot be loaded fail and leave the plan; what is left
-    of it is sorted by adapter."""
-    scheduler = requests.scheduler
-    for number, error in requests.adapters.hold(scheduler.adapters_in_use).items():
+    of it is sorted by adapter. end: `RequestTable.end`."""
+    for number, error in store.hold(scheduler.adapters_in_use).items():
         for sequence in [each for each in scheduler.running if each.adapter == number]:
-            requests.end(sequence.request, "failed", error)
+            end(sequence.request, "failed", error)
     batch = [(sequence, tokens) for sequence, tokens in plan.batch if sequence.state is State.RUNNING]
     plan.batch = sorted(batch, key=lambda each: -1 if each[0].adapter is None else each[0].adapter)
 
