@@ -51,7 +51,7 @@ class Registered:
 
 
 class AdapterStore:
-    """Of one model.
+    """Of one model, for one engine at a time.
 
     folders: name -> a folder of peft's; nothing is read before an adapter is asked for. budget_bytes: of all that are
     resident, in the model's dtype. max_adapters: different ones in one pass. fingerprint: of the model's folder, to be

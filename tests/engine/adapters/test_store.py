@@ -212,7 +212,7 @@ def test_a_bad_folder_is_one_sentence_and_others_go_on(served, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_folder_that_is_damaged_later_fails_its_own_requests(served, tmp_path, kind, ahead):
     """It was good when the request came and is not when the adapter is loaded."""
     folders, expected = served
