@@ -90,7 +90,9 @@ def command(
     token_budget: Annotated[
         int | None, MODEL(help="With --batch: tokens of a pass.", min=1, show_default="8192 on a GPU, else 512")
     ] = None,
-    compile: Annotated[bool, MODEL("--compile", help="Run the model's blocks through torch.compile.")] = False,
+    compile: Annotated[
+        bool, MODEL("--compile", help="Run the model through torch.compile: the first tokens take about a minute.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> int:
     """Write on from a prompt, streaming, or from all prompts of a file together."""
@@ -119,7 +121,7 @@ def command(
     wanted = DTYPES[dtype or ("float32" if where.type == "cpu" else "auto")]
     network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
     options = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k)}
-    options |= ({"compile": True} if compile else {}) | ({} if kv is None else {"kv_dtype": kv})
+    options |= {} if kv is None else {"kv_dtype": kv}
     if adapter is not None:
         options["adapters"] = store = AdapterStore(network, {ADAPTER: adapter}, fingerprint=fingerprint_of(folder))
         store.registered(ADAPTER)
@@ -128,12 +130,13 @@ def command(
         ids, first = (chat_ids(tokenizer, prompt, system), None) if chat else healed(tokenizer, prompt)
         shown = f"{prompt}\n" if chat else tokenizer.decode(ids, skip_special=True)
         plain = SamplingParams(max_new_tokens, params.temperature, seed=seed, stop_tokens=params.stop_tokens)
-        if options or params != plain:
-            llm = LLM(network, tokenizer=tokenizer, **options)
+        if options or params != plain or (compile and where.type != "cpu"):
+            llm = LLM(network, tokenizer=tokenizer, compile=compile, **options)
             stream_by_engine(llm, ids, replace(params, first_tokens=first or ()), shown)
         else:
-            stream(network, tokenizer, ids, params, first, shown)
+            stream(network, tokenizer, ids, params, first, shown, compile)
         return 0
+    options |= {"compile": True} if compile else {}
     outputs = run_batch(network, tokenizer, batch, requests, options | limits)
     write_json(json_file, {"provenance": provenance(), **as_json(outputs)})
     return 0 if all(output.error is None for _, output in outputs) else 1
@@ -146,6 +149,7 @@ def stream(
     params: SamplingParams,
     first: list[int] | None,
     shown: str,
+    compiled: bool = False,
 ) -> None:
     """Streams one text, a token at a time, from the plainest decoder."""
     push = tokenizer.stream()
@@ -153,6 +157,7 @@ def stream(
     typer.echo(shown, nl=False)
     stops = {*params.stop_tokens, *([] if tokenizer.eos is None else [tokenizer.eos_id])}
     options = {"temperature": params.temperature, "seed": params.seed, "stop": stops, "first": first}
+    options |= {"compiled": compiled}
     for token in generate(model, ids, params.max_tokens, **options):
         typer.echo(push(token), nl=False)
     typer.echo(push(final=True))
