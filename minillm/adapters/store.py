@@ -85,6 +85,17 @@ class AdapterStore:
         for name, folder in folders.items():
             self.register(name, folder)
 
+    @classmethod
+    def beside(
+        cls, base: str | Path, model: Transformer, folders: Mapping[str, str | Path], **limits: int
+    ) -> "AdapterStore":
+        """Of a model that was loaded from the folder `base`; all adapters are read now, so that a bad one is told
+        before anything else begins."""
+        store = cls(model, folders, fingerprint=fingerprint_of(base), **limits)
+        for name in folders:
+            store.registered(name)
+        return store
+
     @property
     def names(self) -> list[str]:
         return list(self._numbers)

@@ -18,6 +18,7 @@ from minillm.adapters.peft_folder import CONFIG, TENSORS, read_peft
 from minillm.adapters.store import AdapterStore, fingerprint_of
 from minillm.model import ModelConfig, load_hf, save_hf
 from minillm.model.generate import folder_of
+from minillm.predict.training.adapters import Adapters, adapters_that_fit
 from minillm.serve import LLM, SamplingParams
 from tests.engine.adapters.serving import CONFIG as SHAPE
 from tests.engine.adapters.serving import base, merged, right, write_adapter
@@ -133,6 +134,19 @@ def fits(store, name) -> bool:
 def test_the_steps_met_everything():
     assert sum(SEEN[kind] for kind in ("hold", "use", "damage", "restore")) >= 2000
     assert SEEN["evicted"] > 50 and SEEN["failed"] > 20, SEEN
+
+
+def test_as_many_fit_as_predicted(tmp_path):
+    predicted = Adapters(TINY, 3, ("q_proj", "v_proj")).nbytes(4)
+    folders = {str(number): write_adapter(tmp_path / str(number), 1, TINY, 3) for number in range(5)}
+    budget = 3 * predicted + 1
+    store = AdapterStore(base(config=TINY), folders, budget_bytes=budget)
+    assert {store.registered(name).nbytes for name in folders} == {predicted}
+    fit = adapters_that_fit(budget, predicted)
+    assert fit == 3 and store.has_room(range(fit)) and not store.has_room(range(fit + 1))
+    store.hold(range(2))
+    store.hold(range(2, 5))
+    assert store.nbytes == fit * predicted and store.resident == ["2", "3", "4"] and store.evictions == 2
 
 
 def test_a_file_that_is_written_while_it_is_read_is_refused(originals, tmp_path, monkeypatch):
