@@ -32,7 +32,9 @@ from minillm.adapters.attach import adapters as attached_adapters
 from minillm.adapters.grouped import Matrices, segments_of
 from minillm.adapters.peft_folder import CONFIG, TENSORS, Adapter, check_fits, read_peft
 from minillm.adapters.routed import OfLayer, routes_of
+from minillm.adapters.start import BaseFolder
 from minillm.model import Transformer
+from minillm.model.hf.load import open_folder
 
 BUDGET_BYTES, MAX_ADAPTERS = 1 << 30, 16
 
@@ -49,11 +51,11 @@ class Registered:
 
 
 class AdapterStore:
-    """Of one model, whose passes are routed from here on (routed.py).
+    """Of one model.
 
     folders: name -> a folder of peft's; nothing is read before an adapter is asked for. budget_bytes: of all that are
     resident, in the model's dtype. max_adapters: different ones in one pass. fingerprint: of the model's folder, to be
-    compared with what an adapter says of its base (`BaseFolder.fingerprint`); "" = not compared.
+    compared with what an adapter says of its base (`fingerprint_of`); "" = not compared.
     in_use, loads, evictions: what `hold` was told last; how often one was read to the device, and thrown out.
     ValueError, in one sentence, for all that a user can get wrong.
     """
@@ -73,7 +75,7 @@ class AdapterStore:
         if attached_adapters(model):
             raise ValueError("this model has an adapter attached: detach it, or merge it, before others are served.")
         self.model, self.budget_bytes, self.max_adapters = model, budget_bytes, max_adapters
-        self.fingerprint, self.routes = fingerprint, routes_of(model)
+        self.fingerprint = fingerprint
         self.in_use: frozenset[int] = frozenset()
         self.loads = self.evictions = 0
         self._folders: list[Path] = []  # by number
@@ -119,9 +121,7 @@ class AdapterStore:
             size = self.model.embedding.weight.element_size()
             nbytes = size * sum(a.numel() + b.numel() for a, b in adapter.matrices.values())
             if nbytes > self.budget_bytes:
-                raise ValueError(
-                    f"adapter {name!r} has {nbytes:,} bytes: budget_bytes {self.budget_bytes:,} is too low."
-                )
+                raise ValueError(f"adapter {name!r} has {nbytes:,} bytes: raise budget_bytes {self.budget_bytes:,}.")
             self._registered[number] = Registered(name, number, adapter.config.rank, nbytes, digest_of(adapter))
         return self._registered[number]
 
@@ -154,7 +154,7 @@ class AdapterStore:
         wanted: dict[int, OfLayer] = {number: self._resident[number] for number, _, _ in segments}
         for number in wanted:
             self._resident.move_to_end(number)
-        with self.routes.taken(segments, wanted):
+        with routes_of(self.model).taken(segments, wanted):
             yield
 
     def _load(self, number: int) -> None:
@@ -180,6 +180,11 @@ class AdapterStore:
             raise ValueError(f"{folder} is being written: ask again once it is whole.")
         check_fits(adapter, self.model, folder, self.fingerprint)
         return adapter
+
+
+def fingerprint_of(folder: str | Path) -> str:
+    """Of a base's folder; "" for a quantized one, since adapters beside it may be trained on what it was made of."""
+    return "" if open_folder(Path(folder)).quantized else BaseFolder(folder).fingerprint
 
 
 def digest_of(adapter: Adapter) -> str:

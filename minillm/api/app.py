@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,12 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 405: "invalid_requ
 
 @dataclass
 class Served:
-    """A model's engine while the app runs."""
+    """What clients ask for by a name while the app runs: a model's engine, or one of its adapters beside it."""
 
     llm: LLM
     engine: AsyncLLM
+    adapter: str | None = None
+    parent: str | None = None  # the name of an adapter's base
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -55,22 +57,29 @@ class Served:
 
 
 class Api:
-    """What the routes share. models: engines by the names under which clients ask for them."""
+    """What the routes share. models: engines by the names under which clients ask for them; their adapters have the
+    names of their own stores. ValueError for a name that is there twice."""
 
     def __init__(self, models: dict[str, LLM], limits: Limits, keys: Keys):
+        names = [*models, *(name for llm in models.values() if llm.adapters for name in llm.adapters.names)]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two models are called {twice!r}: give one of them another name.")
         self.models, self.limits, self.keys = models, limits, keys
         self.served: dict[str, Served] = {}
         self.admission, self.metrics, self.ready = Admission(limits), Metrics(models), False
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        self.served = {name: Served(llm, AsyncLLM(llm)) for name, llm in self.models.items()}
-        for served in self.served.values():  # the first pass compiles, allocates, warms caches
+        engines = {name: Served(llm, AsyncLLM(llm)) for name, llm in self.models.items()}
+        self.served = dict(engines)
+        for base, served in engines.items():  # the first pass compiles, allocates, warms caches
             await served.engine.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))
+            for name in served.llm.adapters.names if served.llm.adapters else ():
+                self.served[name] = replace(served, adapter=name, parent=base)
         self.ready = True
         yield
         self.ready = False
-        for served in self.served.values():
+        for served in engines.values():
             await served.engine.aclose()
 
     def model(self, name: str) -> Served:
@@ -102,7 +111,7 @@ class Api:
         params = asked.sampling(served.defaults, logprobs, room)
         try:
             for prompt in prompts:
-                options = {"salt": opened.tenant, "timeout_s": self.limits.timeout_s}
+                options = {"salt": opened.tenant, "timeout_s": self.limits.timeout_s, "adapter": served.adapter}
                 opened.streams.append(await served.engine.open(prompt, params, **options))
         except RuntimeError as error:
             code = "engine_failure" if served.engine.failure else "overloaded"
@@ -260,6 +269,8 @@ def create_app(models: dict[str, LLM], limits: Limits | None = None, keys: Keys 
             "chat": chats,
             "speculation": llm.speculation is not None,
         }
+        parent = api.served[name].parent
+        more |= {} if parent is None else {"parent": parent}
         return {"id": name, "object": "model", "created": 0, "owned_by": "minillm"} | more
 
     @app.get("/health")

@@ -20,6 +20,7 @@ import torch
 import typer
 from typer import Argument, Option
 
+from minillm.adapters.store import AdapterStore, fingerprint_of
 from minillm.cli.answers import as_json, show, took_line
 from minillm.cli.given import is_given
 from minillm.data import Tokenizer
@@ -40,6 +41,7 @@ from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
 TEMPERATURE = 0.8  # of a checkpoint that says nothing
 BLOCK_SIZE = 16
+ADAPTER = "adapter"  # the name of the only one
 LARGEST_BATCH = 256 << 20  # bytes of a file of prompts
 FIELDS = ("prompt", *(field.name for field in fields(SamplingParams)))
 TEXT, SAMPLING, MODEL = (partial(Option, rich_help_panel=panel) for panel in ("Prompts", "Sampling", "Model"))
@@ -78,6 +80,9 @@ def command(
         str | None, MODEL(metavar="NAME", help=f"Draft tokens and check several in a pass: {', '.join(PROPOSERS)}.")
     ] = None,
     k: Annotated[str, MODEL("--k", help="With --speculate: draft tokens per pass, a number or 'adaptive'.")] = "4",
+    adapter: Annotated[
+        Path | None, MODEL(metavar="DIR", help="An adapter beside the model: a folder of peft's, as train writes it.")
+    ] = None,
     kv: Annotated[str | None, MODEL(metavar="NAME", help=f"8-bit keys and values: {', '.join(KV_FORMATS)}.")] = None,
     max_num_seqs: Annotated[
         int | None, MODEL(help="With --batch: prompts at once.", min=1, show_default="256 on a GPU, else 64")
@@ -115,6 +120,9 @@ def command(
     network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
     options = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k)}
     options |= ({"compile": True} if compile else {}) | ({} if kv is None else {"kv_dtype": kv})
+    if adapter is not None:
+        options["adapters"] = store = AdapterStore(network, {ADAPTER: adapter}, fingerprint=fingerprint_of(folder))
+        store.registered(ADAPTER)
     params = SamplingParams(**defaults)
     if requests is None:
         ids, first = (chat_ids(tokenizer, prompt, system), None) if chat else healed(tokenizer, prompt)
@@ -155,7 +163,7 @@ def stream_by_engine(llm: LLM, ids: list[int], params: SamplingParams, shown: st
     blocks."""
     typer.echo(shown, nl=False)
     tokens = 0
-    for delta in llm.stream(ids, params):
+    for delta in llm.stream(ids, params, adapter=None if llm.adapters is None else ADAPTER):
         typer.echo(delta.text, nl=False)
         tokens += len(delta.tokens)
     typer.echo()
@@ -260,7 +268,7 @@ def run_batch(
     llm = engine(model, tokenizer, [(len(tokens[number]), params) for number, _, params in requests], **options)
     for number, _, params in requests:
         with _naming(file, number):
-            llm.add(tokens[number], params, request_id=str(number))
+            llm.add(tokens[number], params, request_id=str(number), adapter=options.get("adapters") and ADAPTER)
     ended: dict[str, Output] = {}
     outputs: list[tuple[int, Output]] = []
     while len(outputs) < len(requests):

@@ -16,7 +16,8 @@ import torch
 import typer
 from typer import Option
 
-from minillm.model.generate import device_of
+from minillm.adapters.store import BUDGET_BYTES, MAX_ADAPTERS, AdapterStore, fingerprint_of
+from minillm.model.generate import device_of, folder_of
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
@@ -47,6 +48,12 @@ def command(
         ),
     ] = None,
     k: Annotated[int, MODEL("--k", help="Draft tokens per pass.", min=1)] = 4,
+    adapter: Annotated[
+        list[str] | None,
+        MODEL(metavar="NAME=DIR", help="A folder of peft's, served under its own name; give as many as you like."),
+    ] = None,
+    max_adapters: Annotated[int, MODEL(help="Different adapters in a step.", min=1)] = MAX_ADAPTERS,
+    adapter_mb: Annotated[int, MODEL(help="MB for adapters on the device.", min=1)] = BUDGET_BYTES >> 20,
     kv: Annotated[str | None, MODEL(metavar="NAME", help=f"8-bit keys and values: {', '.join(KV_FORMATS)}.")] = None,
     host: Annotated[str, SAFETY(help="Address to listen on; another than loopback needs a key.")] = "127.0.0.1",
     port: Annotated[int, SAFETY(help="0 takes a free one.", min=0, max=65535)] = 8000,
@@ -79,6 +86,7 @@ def command(
     drafter = speculate or ("draft" if model == "target" else "none")
     if drafter not in (*PROPOSERS, "none"):
         raise ValueError(f"--speculate: no proposer {drafter!r}: use one of {', '.join(PROPOSERS)}, or none")
+    folders = _folders(adapter or [])
     limits = Limits(max_body, max_prompt, max_n, max_open, max_open_per_tenant, timeout)
     listening = bind(host, port)
     try:
@@ -89,6 +97,8 @@ def command(
             "dtype": None if dtype is None else DTYPES[dtype],
             "max_seq_len": max_seq_len,
         }
+        if folders:
+            options["adapters"] = {"budget_bytes": adapter_mb << 20, "max_adapters": max_adapters, "folders": folders}
         llm = _engine(model, drafter, k, where, options)
         known = name or (Path(model).name if Path(model).is_dir() else model)
         address = url_of(host, listening)
@@ -105,4 +115,21 @@ def _engine(model: str, drafter: str, k: int, where: dict, options: dict) -> LLM
     loaded = engine_options(model, **where)
     if drafter != "none":
         options |= {"proposer": proposer_named(drafter, loaded["model"]), "k": k}
+    if adapters := options.pop("adapters", None):
+        fingerprint = fingerprint_of(folder_of(model, option="model"))
+        store = options["adapters"] = AdapterStore(loaded["model"], fingerprint=fingerprint, **adapters)
+        for name in store.names:
+            store.registered(name)  # a bad folder is told now, not to the first client
     return LLM(**loaded | options)
+
+
+def _folders(given: list[str]) -> dict[str, Path]:
+    folders: dict[str, Path] = {}
+    for each in given:
+        name, _, folder = each.partition("=")
+        if not name or not folder:
+            raise ValueError(f"--adapter {each} must be NAME=DIR, the name that clients ask for and a folder of peft's")
+        if name in folders:
+            raise ValueError(f"--adapter {name} is given twice: each needs a name of its own")
+        folders[name] = Path(folder)
+    return folders

@@ -33,4 +33,7 @@ def _exported(made: dict[str, Any]) -> str:
     bits = f"{made['bits_per_byte']:.3f} bits per byte; " if "bits_per_byte" in made else ""
     if made["config"]["lora"] is None:
         return f"exported: {bits}python -m minillm generate --model {made['folder']}"
-    return f"exported: {bits}{made['folder']} holds the adapters alone, which peft loads beside their base"
+    alone = f"exported: {bits}{made['folder']} holds the adapters alone"
+    if made["base"] is None:
+        return f"{alone}, which peft loads beside their base"
+    return f"{alone}: python -m minillm generate --model {made['base']} --adapter {made['folder']}"

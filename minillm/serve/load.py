@@ -1,5 +1,6 @@
 """A Hugging Face folder as the arguments of an `LLM`: weights, tokenizer, and how its authors sample from it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ def engine_options(
     max_seq_len: int | None = None,
     **options,
 ) -> dict:
-    """model, tokenizer and generation, beside the other options, which win.
+    """model, tokenizer and generation, beside the other options, which win. Adapters that are given as folders
+    become a store that refuses those of another base.
 
     device: None = the current GPU, without one the CPU. dtype: None = the checkpoint's on a GPU, float32 on the CPU.
     max_seq_len: the context; None = the checkpoint's.
@@ -29,4 +31,8 @@ def engine_options(
         dtype = torch.float32
     model = load_hf(folder, device=device, dtype=dtype, max_seq_len=max_seq_len)
     found = {"model": model, "tokenizer": Tokenizer.load(folder), "generation": read_generation_config(folder)}
+    if isinstance(adapters := options.get("adapters"), Mapping):
+        from minillm.adapters.store import AdapterStore, fingerprint_of
+
+        options["adapters"] = AdapterStore(model, adapters, fingerprint=fingerprint_of(folder))
     return found | options

@@ -300,7 +300,7 @@ def _train(group: Group | None, job: TrainingJob, strategy: SingleDevice) -> dic
             made = export_adapter(trainer, job.export_to, job.command(), base, **about)
         else:
             made = export(trainer, job.tokenizer(), job.export_to, job.command(), **about)
-        found["exported"] = {"folder": str(job.export_to), **made}
+        found["exported"] = {"folder": str(job.export_to), "base": job.settings["base"], **made}
     return found
 
 

@@ -1,9 +1,14 @@
 """Prompts as they are given: which params and which adapter are whose, and a prompt's token ids."""
 
+from typing import TYPE_CHECKING
+
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.serve.numbers import whole_numbers
 from minillm.serve.requests.params import SamplingParams
+
+if TYPE_CHECKING:
+    from minillm.adapters.store import AdapterStore, Registered
 
 
 def pairs(prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None) -> list[tuple]:
@@ -45,3 +50,12 @@ def adapter_of_each(prompts: list[str | list[int]], adapter: str | list[str | No
     if len(each) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts but {len(each)} adapters: give one for all, or one for each.")
     return each
+
+
+def registered(store: "AdapterStore | None", name: str | None) -> "Registered | None":
+    """Of a request's adapter; ValueError if it cannot be served."""
+    if name is None:
+        return None
+    if store is None:
+        raise ValueError(f"no adapter {name!r} here: give the LLM its folder, adapters={{{name!r}: ...}}.")
+    return store.registered(name)

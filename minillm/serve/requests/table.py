@@ -19,8 +19,8 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.model.hf.generation_config import GenerationDefaults
 from minillm.serve.requests.params import SamplingParams
+from minillm.serve.requests.prompts import registered
 from minillm.serve.requests.request import Request, Sample, new_request
-from minillm.serve.run.adapters import registered
 from minillm.serve.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Adapters in the engine (minillm/adapters/store.py has them): what its parts ask, each with one call.
 
-    a request arrives       registered: its name is known, its folder is whole and fits; else it is refused
+    a request arrives       `prompts.registered`: its name is known, its folder is whole and fits; else it is refused
     a sequence is admitted  only while the store has room for the adapters of all that run (`Scheduler`)
     a step is planned       hold_adapters: loads what was admitted, and puts sequences of one adapter side by side
     its inputs are made     adapters_of: a number for each sequence
@@ -9,7 +9,7 @@
 An adapter's digest is where its prefixes begin in the cache, see `cache_namespace`: keys and values depend on it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,12 @@ import numpy as np
 
 from minillm.model import Transformer
 from minillm.serve.run.optimise import CompiledBlock
+from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Plan, State
 from minillm.serve.schedule.sequence import Sequence as Scheduled
 
 if TYPE_CHECKING:
-    from minillm.adapters.store import AdapterStore, Registered
-    from minillm.serve.requests.table import RequestTable
+    from minillm.adapters.store import AdapterStore
 
 
 def store_of(
@@ -31,35 +31,26 @@ def store_of(
     """All as of `LLM`; None = there are no adapters. ValueError for a model that cannot serve them."""
     if adapters is None:
         return None
+    from minillm.adapters.routed import routes_of
     from minillm.adapters.store import AdapterStore
 
     if compile is not False or any(isinstance(block.forward, CompiledBlock) for block in model.blocks):
         raise ValueError("adapters with compile: compiled blocks have no place for updates, leave one of the two out.")
-    if isinstance(adapters, AdapterStore):
-        if adapters.model is not model:
-            raise ValueError("this AdapterStore is of another model: make one with the model of the LLM.")
-        return adapters
-    if not isinstance(adapters, Mapping):
+    if not isinstance(adapters, AdapterStore | Mapping):
         raise ValueError(f"adapters {adapters!r} must be names with their folders, as {{'french': 'adapters/french'}}.")
-    return AdapterStore(model, adapters)
+    store = adapters if isinstance(adapters, AdapterStore) else AdapterStore(model, adapters)
+    if store.model is not model:
+        raise ValueError("this AdapterStore is of another model: make one with the model of the LLM.")
+    routes_of(model)  # from here on it cannot be compiled
+    return store
 
 
-def registered(store: "AdapterStore | None", name: str | None) -> "Registered | None":
-    """Of a request's adapter; ValueError if it cannot be served."""
-    if name is None:
-        return None
-    if store is None:
-        raise ValueError(f"no adapter {name!r} here: give the LLM its folder, adapters={{{name!r}: ...}}.")
-    return store.registered(name)
-
-
-def hold_adapters(plan: Plan, requests: "RequestTable") -> None:
+def hold_adapters(plan: Plan, store: "AdapterStore", scheduler: Scheduler, end: Callable[..., None]) -> None:
     """Loads what running sequences need. Requests whose adapter cannot be loaded fail and leave the plan; what is left
-    of it is sorted by adapter."""
-    scheduler = requests.scheduler
-    for number, error in requests.adapters.hold(scheduler.adapters_in_use).items():
+    of it is sorted by adapter. end: `RequestTable.end`."""
+    for number, error in store.hold(scheduler.adapters_in_use).items():
         for sequence in [each for each in scheduler.running if each.adapter == number]:
-            requests.end(sequence.request, "failed", error)
+            end(sequence.request, "failed", error)
     batch = [(sequence, tokens) for sequence, tokens in plan.batch if sequence.state is State.RUNNING]
     plan.batch = sorted(batch, key=lambda each: -1 if each[0].adapter is None else each[0].adapter)
 

@@ -41,7 +41,7 @@ class EngineCore:
         self.requests.tidy(started)
         plan = self.scheduler.schedule()
         if self.requests.adapters is not None:
-            hold_adapters(plan, self.requests)
+            hold_adapters(plan, self.requests.adapters, self.scheduler, self.requests.end)
         for sample in plan.admitted:
             if sample.request.scheduled is None:
                 sample.request.scheduled = started

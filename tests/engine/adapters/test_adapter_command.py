@@ -49,7 +49,9 @@ def home(tmp_path, monkeypatch):
 def test_a_run_is_exported_and_resumed(home, capsys, more):
     assert run([*TRAIN, *more, "--export", "adapter", "--json", "found.json"]) == 0
     said = capsys.readouterr().out
-    assert "trains " in said and "adapter holds the adapters alone" in said and "minillm generate" not in said
+    assert "trains " in said and "adapter holds the adapters alone: python -m minillm generate --model base" in said
+    command = ["generate", "--model", "base", "--adapter", "adapter", "--max-new-tokens", "3", "def f"]
+    assert run(command) == 0 and capsys.readouterr().out.startswith("def f")
     base = BaseFolder(home / "base")
     adapter = read_peft(home / "adapter")
     assert adapter.config.rank == 2 and adapter.fingerprint == base.fingerprint
