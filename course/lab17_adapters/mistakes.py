@@ -187,6 +187,7 @@ mistake(
     says="Unmerged adds the update once more: it has to be taken out.",
 )
 
+
 def _add(weight, A, B, alpha):
     rank = B.shape[1]
     return torch.addmm(weight.float(), B.float(), A.float(), alpha=alpha / rank).to(weight.dtype)
