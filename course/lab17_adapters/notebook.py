@@ -92,8 +92,8 @@ class LoRA(torch.nn.Module):
 LoRA = check("lora-layer", LoRA)
 
 # %% [markdown]
-# What training such adapters computes. Forward costs a little more than before. Backward still passes every layer to
-# reach the adapters below, which is half of it; only the other half, the gradients of the frozen weights, is gone.
+# What training such adapters computes. Forward costs a little more than before. Backward still passes every layer on its
+# way down, which is half of its work; the other half, the gradients of the frozen weights, is gone.
 
 # %%
 receipts.numbers(guess_numbers, guess_share)
@@ -124,8 +124,8 @@ def unmerged(weight, A, B, alpha):
 merged, unmerged = check("merge", (merged, unmerged))
 
 # %% [markdown]
-# Look at the percentage in the receipt: in 16 bits, unmerging does not bring all weights back. Whoever swaps adapters by
-# merging and unmerging in place drifts away from the base. Keep a copy of it, or keep the adapters apart.
+# The receipt says how many weights come back bit for bit. Whoever swaps adapters by merging and unmerging in place drifts
+# away from the base: keep a copy of it, or keep the adapters apart.
 #
 # ## 2 · Where adapters belong: the stages of training
 #
@@ -135,8 +135,7 @@ merged, unmerged = check("merge", (merged, unmerged))
 # | supervised fine-tuning | conversations, thousands to millions | tokens of the answers | all weights, or adapters |
 # | preference optimisation | pairs of answers, one preferred | -log σ(β · margin) | the same |
 #
-# A prompt is given, never produced, so fine-tuning counts answers only. Conversations share a window and see themselves
-# alone (lab 11's document masks). *Direct preference optimization*
+# A prompt is given, so fine-tuning counts answers only. *Direct preference optimization*
 # ([Rafailov et al. 2023](https://arxiv.org/abs/2305.18290)) makes the preferred answer more likely *than it was*: its margin
 # is the difference of the two answers' log-likelihoods, minus the same under a frozen reference. With adapters the
 # reference is the model with them switched off, so no second copy is held. And as B = 0, the first margin is 0: the loss
@@ -197,11 +196,9 @@ show(memory_of_a_step)
 receipts.step_memory(steps, guess_less)
 
 # %% [markdown]
-# The fullest moment is not the same in all three. With all weights it comes at the end of backward, when gradients have
-# taken the place of activations; with adapters it comes at the loss, and activations are the larger part. They do not
-# shrink with the rank. Recomputation (lab 02) does that, and it combines with all three.
-#
-# In a large model weights and states outweigh the activations. Move the sliders:
+# With all weights the fullest moment comes at the end of backward, when gradients have taken the place of activations. With
+# adapters it comes at the loss, and activations, which do not depend on the rank, are the larger part: recomputation
+# (lab 02) is what shrinks them. In a large model weights and states outweigh them. Move the sliders:
 
 # %%
 show(figures.states_on_a_card)
@@ -238,7 +235,7 @@ def finish_gradients(kind, grad_A, grad_B, group):
 finish_gradients = check("adapter-gradients", finish_gradients)
 
 # %% [markdown]
-# Both matrices that are whole are thin, so the messages are: r · in or r · out numbers a layer, whatever the batch.
+# The whole matrices are thin, so the messages are small: r · in or r · out numbers a layer, whatever the batch.
 #
 # ## 5 · Many adapters, one base
 #
@@ -431,10 +428,9 @@ show(loss_by_rank)
 receipts.last_ranks(tuned)
 
 # %% [markdown]
-# Near the base a small rank gets most of what is to be had, and a larger one adds little. Far from it the loss goes on
-# falling with the rank, and all weights stay ahead: embeddings, which have no adapter here, would have to change for every
-# token. Thirty steps measure how fast each learns as much as what it could learn. To decide, train to the end, with two
-# ranks and two learning rates (those of adapters are usually several times higher).
+# Near the base a larger rank adds little. Far from it the loss goes on falling with the rank, and all weights stay ahead:
+# embeddings, which have no adapter here, would have to change for every token. Thirty steps measure how fast each learns as
+# much as what it could learn. To decide, train to the end, with two ranks and the learning rate found for each.
 #
 # ### Every request its own adapter
 #
@@ -472,13 +468,13 @@ receipts.peer()
 # %% [markdown]
 # | what | here | elsewhere |
 # |---|---|---|
-# | a LoRA layer, rsLoRA | `LoraConfig(16, ("q", "v"), rslora=True)` | peft 0.19 `LoraConfig(r=16, target_modules=["q_proj", "v_proj"], use_rslora=True)` |
+# | a LoRA layer, rsLoRA | `LoraConfig(16, ("q", "v"), rslora=True)` | peft 0.21 `LoraConfig(r=16, target_modules=["q_proj", "v_proj"], use_rslora=True)` |
 # | QLoRA | `train --base DIR --lora 16 --qlora` | transformers `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")` and peft |
 # | answers only, preferences | `--data CHATS.jsonl`, `--dpo 0.1` | TRL 0.26 `SFTConfig(assistant_only_loss=True)`, `DPOTrainer` |
-# | many adapters | `LLM(model, adapters={...})` | vLLM 0.11 `--enable-lora --lora-modules red=DIR --max-loras 16 --max-lora-rank 64 --max-cpu-loras 256` |
+# | many adapters | `LLM(model, adapters={...})` | vLLM 0.8.5 `--enable-lora --lora-modules red=DIR --max-loras 16 --max-lora-rank 64 --max-cpu-loras 256` |
 #
 # Sources: [peft's LoRA guide](https://huggingface.co/docs/peft/developer_guides/lora),
-# [vLLM's page on LoRA adapters](https://docs.vllm.ai/en/v0.11.0/features/lora.html),
+# [vLLM's page on LoRA adapters](https://docs.vllm.ai/en/v0.8.5/features/lora.html),
 # [TRL](https://huggingface.co/docs/trl/sft_trainer), 2026. vLLM computes every adapter in buffers of `--max-lora-rank`:
 # set it to the largest rank you serve and not higher.
 #
@@ -568,8 +564,8 @@ receipts.design_tenants()
 # D1: all weights with Adam take 158.7 GB on each card and do not fit. LoRA with the base sharded (ZeRO-3) takes 18.1 GB and
 # leaves 53.9 GB for activations: long windows without recomputation. Its price is gathering 141 GB of weights over NVLink,
 # twice in a step, so take large microbatches, or tensor parallelism over the eight cards, which sends activations instead.
-# QLoRA takes 40.0 GB, gathers nothing, and trains on two cards of the node as well; it decodes each weight twice and starts
-# from a rounded base. More nodes: if two ranks show that the loss goes on falling, and all weights have to learn.
+# QLoRA takes 40.0 GB, gathers nothing, and would train on a single card as well; it decodes each weight twice in a step
+# and starts from a rounded base. More nodes: if two ranks show that the loss goes on falling, and all weights have to learn.
 #
 # D2: one adapter is 83.9 MB, all of them 83.9 GB: 119 fit into 10 GB beside base and cache, the rest waits in host memory,
 # 1.3 ms away over PCIe at 64 GB/s. If tenants are equally busy, 64 requests have 62 different adapters, and a step takes

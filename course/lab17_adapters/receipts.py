@@ -33,18 +33,18 @@ SEQ = 32  # tokens of the counted steps
 def numbers(guess_numbers: float | None = None, guess_share: float | None = None) -> Iterator[Row]:
     """r (d + k) by formula and in the target; FLOPs of its training step by formula and as torch counts them."""
     yield formula("a matrix of 4,096 x 4,096: r (d + k)", 16 * 8192, guess=guess_numbers)
-    yield formula("    share of the matrix's own numbers, %", 100 * 16 * 8192 / 4096**2)
     config, full = experiments.target().config, experiments.step_flops(None)
     yield row("the target, all weights: FLOPs of a step", 3 * SEQ * forward_flops(config, SEQ).total, full, "FLOP")
-    for name, layers in (("q and v", ("q_proj", "v_proj")), ("all layers", LAYERS)):
-        own, model = Adapters(config, 16, layers), experiments.target()
-        attach(model, LoraConfig(16, layers))
-        trained = sum(each.numel() for each in adapter_parameters(model).values())
-        yield row(f"adapters on {name}: numbers that are trained", own.parameters, trained)
-        counted = experiments.step_flops(layers)
-        yield row("    FLOPs of a step", SEQ * own.training_flops(SEQ).total, counted, "FLOP")
-        guess = guess_share if layers != LAYERS else None
-        yield formula("    of those of training all weights", own.training_flops(SEQ).total * SEQ / full, guess=guess)
+    everywhere, model = Adapters(config, 16, LAYERS), experiments.target()
+    attach(model, LoraConfig(16, LAYERS))
+    trained = sum(each.numel() for each in adapter_parameters(model).values())
+    yield row("    numbers of adapters on all layers", everywhere.parameters, trained)
+    for name, adapters in (("all layers", everywhere), ("q and v", Adapters(config, 16))):
+        counted = experiments.step_flops(adapters.layers)
+        yield row(f"adapters on {name}: FLOPs of a step", SEQ * adapters.training_flops(SEQ).total, counted, "FLOP")
+        guess = guess_share if adapters is everywhere else None
+        share = formulas.step_share(adapters, SEQ)
+        yield row("    of those of training all weights", share, counted / full, "", 1e-9, guess=guess)
 
 
 # Stages of training.

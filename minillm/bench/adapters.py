@@ -5,7 +5,7 @@
     peft, mixed batch       Hugging Face's peft around the same model, `adapter_names` for each row
     the base alone          no adapters at all: what all of them together cost
 
-"decode" is one token of each sequence, "prefill" 64; all sixteen have one adapter, or 4 or 16 different ones, by turns,
+"decode" is one token of each sequence, "prefill" 16; all sixteen have one adapter, or 4 or 16 different ones, by turns,
 of ranks 4 to 64 beside all layers. Sequences are sorted by adapter, as the engine sorts them. Logits have to be those
 of the merged models, row by row, before anything is timed. Without a cache, so that a pass is matrix products alone.
 """
@@ -31,7 +31,7 @@ from minillm.model import Transformer
 
 SEQUENCES = 16
 RANKS = (4, 8, 16, 64)
-WORK = {"decode": 1, "prefill": 64}  # tokens of each sequence
+WORK = {"decode": 1, "prefill": 16}  # tokens of each sequence
 DIFFERENT = (1, 4, 16)
 ALONE = "the base alone"
 TOLERANCE = 1e-4  # of logits, relative, row by row

@@ -2,13 +2,14 @@ import pytest
 import torch
 
 from minillm.bench import adapters, bench
+from minillm.model import ModelConfig, Transformer
 
 pytest.importorskip("peft")
 
 
 @pytest.fixture(scope="module")
 def contestants():
-    _, model = adapters.model_of(128)
+    model = Transformer(ModelConfig(64, 64, 128, 2, 4, 2, max_seq_len=16, init_std=0.2))
     with adapters.contestants(model) as each:
         yield model, each
 
