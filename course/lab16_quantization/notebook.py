@@ -696,8 +696,7 @@ speed.design_day_and_night()
 # 2. What does rounding cost, by which formula, and how do AWQ and GPTQ lower it with the same bytes?
 # 3. At which batch does the speedup end, and which quantization still pays beyond it?
 #
-# Next: [20 · Design a training run](20_design_training.ipynb) puts the numbers of labs 01 to 11 to work; lab 21 sizes a
-# serving system with those of labs 12 to 16.
+# Next: in [17 · Adapters](17_adapters.ipynb) the 4-bit weights of this lab stay frozen, and thin matrices beside them learn.
 
 # %%
 finish("16_quantization")

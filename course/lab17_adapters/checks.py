@@ -1,0 +1,199 @@
+"""Lab 17, one adapter: the layer, and its sum with the weight.
+
+checks_backward.py   gradients through codes, and which gradients ranks add up
+checks_batch.py      many adapters in one batch, and what the keys of their blocks begin with
+checks_breaks.py     which program has which bug
+"""
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
+from course.shared.diagnose import expect, expect_tensor
+from course.shared.measuring import count_flops
+
+ANSWERS = answers_of("17_adapters")
+
+
+# The layer.
+
+
+@exercise(
+    "lora-layer",
+    minutes=15,
+    difficulty=2,
+    hints=(
+        "Which of A and B may be zero at the start, so that the first output is the base's and something still learns?",
+        "Freeze the base (requires_grad_(False)), keep it as self.base. A: uniform within 1 / √in, B: zeros, both "
+        "nn.Parameter in the base's dtype. The update is two thin products, (x @ A.T) @ B.T, times alpha / rank.",
+    ),
+)
+def check_layer(learner: Any) -> Receipt:
+    if not (isinstance(learner, type) and issubclass(learner, nn.Module)):
+        raise CheckFailed("the exercise asks for the class LoRA, a torch.nn.Module")
+    cases = [(8, 6, 2, 4.0, False, torch.float32), (5, 9, 3, 3.0, True, torch.float64)]
+    inputs, outputs = random.sample(range(20, 60), 2)
+    cases.append((inputs, outputs, random.randint(4, 7), random.uniform(10, 40), True, torch.float32))
+    rows = []
+    for inputs, outputs, rank, alpha, has_bias, dtype in cases:
+        base = nn.Linear(inputs, outputs, bias=has_bias, dtype=dtype)
+        name = f"{outputs} x {inputs}, rank {rank}, alpha {alpha:.3g}"
+        rows += _judge_layer(learner, base, rank, alpha, name)
+    return receipt("one layer and its adapter", rows, open_rows=3)
+
+
+def _judge_layer(make: type, base: nn.Linear, rank: int, alpha: float, name: str) -> list:
+    layer = make(base, rank, alpha)
+    outputs, inputs = base.weight.shape
+    _judge_parameters(layer, base, rank, name)
+    x = torch.randn(2, 3, inputs, dtype=base.weight.dtype, requires_grad=True)
+    first = layer(x)
+    expect_tensor(f"{name}: the output", first, (2, 3, outputs))
+    with torch.no_grad():
+        plain = base(x)
+    if not close(first.detach(), plain):
+        off = float((first.detach() - plain).norm() / plain.norm())
+        raise CheckFailed(
+            f"{name}: before any training the output is {off:.0%} away from the base's. Training has to begin at the "
+            "base: with B = 0 the update is 0"
+        )
+    if not layer.A.abs().max() > 0:
+        raise CheckFailed(
+            f"{name}: A is zero, and so is B: each one's gradient is multiplied by the other, so neither ever learns"
+        )
+    _judge_start(layer.A, name)
+    with torch.no_grad():
+        layer.B.copy_(torch.randn_like(layer.B))
+    dy = torch.randn_like(plain)
+    flops = count_flops(lambda: layer(x))
+    found = layer(x)
+    found.backward(dy)
+    a, b = layer.A.detach(), layer.B.detach()
+    update = (x.detach() @ a.T) @ b.T
+    right = plain + alpha / rank * update
+    if not close(found.detach(), right):
+        share = float(((found.detach() - plain) * update).sum() / update.square().sum())
+        said = f"{name}: the adapter adds {share:.4g} · (x Aᵀ) Bᵀ, and alpha / rank is {alpha / rank:.4g}"
+        raise CheckFailed(said, evidence=found.detach())
+    rows_, gradients = x.detach().reshape(-1, inputs), dy.reshape(-1, outputs)
+    for what, gradient, wanted in (
+        ("A", layer.A.grad, alpha / rank * (gradients @ b).T @ rows_),
+        ("B", layer.B.grad, alpha / rank * gradients.T @ (rows_ @ a.T)),
+        ("x", x.grad, gradients @ (base.weight.detach() + alpha / rank * b @ a)),
+    ):
+        if gradient is None or not close(gradient.reshape(wanted.shape), wanted):
+            raise CheckFailed(f"{name}: the gradient of {what} is not that of the output: is something detached?")
+    work = 2 * 6 * (inputs * outputs + rank * (inputs + outputs))
+    if flops != work:
+        built = 2 * rank * inputs * outputs
+        said = f"{name}: forward takes {flops:,} FLOPs; the layer and two thin products take {work:,}"
+        more = f". B A alone, [out, in], takes {built:,}: apply A first, then B" if flops > work else ""
+        raise CheckFailed(said + more, evidence=flops)
+    numbers = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+    return [
+        row(f"{name}: numbers that are trained, r (in + out)", rank * (inputs + outputs), numbers),
+        row("    forward, FLOPs", work, flops),
+    ]
+
+
+def close(found: Tensor, right: Tensor) -> bool:
+    """Within what another order of summation explains in float32, all numbers together."""
+    return bool((found - right).norm() <= 1e-5 * right.norm())
+
+
+def _judge_parameters(layer: nn.Module, base: nn.Linear, rank: int, name: str) -> None:
+    outputs, inputs = base.weight.shape
+    for which, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+        matrix = getattr(layer, which, None)
+        if not isinstance(matrix, nn.Parameter):
+            raise CheckFailed(f"{name}: self.{which} is no nn.Parameter, so no optimizer finds it")
+        expect_tensor(f"{name}: {which}", matrix, shape)
+        if matrix.dtype != base.weight.dtype:
+            raise CheckFailed(f"{name}: {which} is {matrix.dtype}, and the base {base.weight.dtype}: use the base's")
+        if not matrix.requires_grad:
+            raise CheckFailed(f"{name}: {which} has requires_grad=False: nothing is left to train")
+    if not any(module is base for module in layer.modules()):
+        raise CheckFailed(f"{name}: the layer does not hold the base that it was given: a copy takes its memory twice")
+    trained = [key for key, parameter in layer.named_parameters() if parameter.requires_grad and key not in ("A", "B")]
+    if trained:
+        raise CheckFailed(f"{name}: {', '.join(trained)} would be trained as well: only A and B are, freeze the base")
+
+
+def _judge_start(a: Tensor, name: str) -> None:
+    bound = a.shape[1] ** -0.5
+    largest, mean = float(a.detach().abs().max()), float(a.detach().abs().mean())
+    if largest > bound * 1.0001 or mean < bound / 4 or len(a.unique()) < a.numel() / 2:
+        raise CheckFailed(
+            f"{name}: |A| is {mean:.3g} in the mean and at most {largest:.3g}; uniform within 1 / √in = {bound:.3g} it "
+            f"is {bound / 2:.3g} in the mean"
+        )
+
+
+# Merging.
+
+
+@exercise(
+    "merge",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "Which matrix gives the same outputs as W x + alpha/r · B (A x)? And in which precision do you add it?",
+        "(W.float() + alpha / r · B.float() @ A.float()).to(W.dtype): products and sum in float32, one rounding at the "
+        "end. Taking it out again is the same with a minus.",
+    ),
+)
+def check_merge(learner: Any) -> Receipt:
+    if not (isinstance(learner, tuple) and len(learner) == 2 and all(map(callable, learner))):
+        raise CheckFailed("the exercise asks for two functions: (merged, unmerged)")
+    merged, unmerged = learner
+    rows = []
+    cases = ((6, 6, 2, torch.float32), (24, 40, 4, torch.bfloat16))
+    for outputs, inputs, rank, dtype in (*cases, (*random.sample(range(30, 70), 2), 8, torch.bfloat16)):
+        weight = torch.randn(outputs, inputs).to(dtype)
+        a, b = torch.randn(rank, inputs).to(dtype), torch.randn(outputs, rank).to(dtype)
+        alpha = rank * random.choice((0.75, 1.5, 3.0))  # neither alpha nor alpha / rank is 1
+        kind = str(dtype).removeprefix("torch.")
+        name = f"{outputs} x {inputs}, rank {rank}, {kind}"
+        update = alpha / rank * (b.double() @ a.double())
+        sums = {1: merged(weight, a, b, alpha), -1: unmerged(weight, a, b, alpha)}
+        for sign, found in sums.items():
+            who = f"{name}: {'merged' if sign > 0 else 'unmerged'}"
+            expect_tensor(f"{who}: the result", found, weight.shape)
+            expect(found.dtype == dtype, found.dtype, f"a weight in {kind}, as W is", who)
+            exact = weight.double() + sign * update
+            _judge_sum(found, exact, weight, sign * update, who)
+        back = unmerged(sums[1], a, b, alpha)
+        same = float((back == weight).float().mean())
+        worst = float(_steps(sums[1], weight.double() + update).max())
+        if dtype == torch.bfloat16:  # in float32 the product's own rounding is as large
+            rows.append(row(f"{name}: largest error, in steps: at most 1/2", True, worst <= 0.51))
+        rows.append(row(f"{name}: unmerged again, weights as they were, bit for bit, %", None, 100 * same))
+    return receipt("W + alpha/r · B A, and back", rows, open_rows=4)
+
+
+def _steps(found: Tensor, exact: Tensor) -> Tensor:
+    """Distance in steps of the dtype at each value."""
+    size = exact.abs().clamp_min(float(exact.abs().mean()) / 16)  # near 0 digits were lost before the sum was rounded
+    step = torch.finfo(found.dtype).eps * 2.0 ** torch.floor(torch.log2(size))
+    return (found.double() - exact).abs() / step
+
+
+def _judge_sum(found: Tensor, exact: Tensor, weight: Tensor, update: Tensor, who: str) -> None:
+    slack = 4.0 if found.dtype == torch.float32 else 0.75  # a sum near 0 of large numbers has lost digits already
+    off = (found.double() - exact).abs() / exact.abs().clamp_min(float(exact.abs().mean()) / 4)
+    worst = float(off.max()) / torch.finfo(found.dtype).eps
+    if worst > 100 * slack:
+        share = float(((found.double() - weight.double()) * update).sum() / update.square().sum())
+        said = (
+            f"{who}: it adds {share:.3g} times alpha/r · B A, and ±1 is asked for: unmerged takes out what merged adds"
+        )
+        raise CheckFailed(said, evidence=found)
+    nearest = (found == exact.to(found.dtype)).float().mean()
+    if found.dtype != torch.float32 and nearest < 0.98:
+        said = f"{who}: {1 - nearest:.0%} of the weights are not the nearest to the exact sum"
+        raise CheckFailed(f"{said}: compute product and sum in float32, and round once", evidence=found)

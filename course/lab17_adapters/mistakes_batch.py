@@ -1,0 +1,276 @@
+"""Spoilers of lab 17, many adapters: rows that do not go back, products that are too many, keys that are too short."""
+
+import hashlib
+
+import torch
+
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
+
+right = answers_of("17_adapters")
+
+# One batch.
+
+
+mistake(
+    "grouped-adapters",
+    "none is the last adapter",
+    {"if number >= 0:": "if True:"},
+    expect="number -1, no adapter",
+)
+mistake(
+    "grouped-adapters",
+    "sorted rows are not put back",
+    {"return y\n": "return y[order]\n"},
+    expect="have to go back to where they came from",
+)
+mistake(
+    "grouped-adapters",
+    "no scale",
+    {"y[rows] += scale * ((x[rows] @ A.T) @ B.T)": "y[rows] += (x[rows] @ A.T) @ B.T"},
+    says="The adapters' scales are missing.",
+)
+mistake(
+    "grouped-adapters",
+    "numbers of groups instead of adapters",
+    {"for number, rows in zip(numbers.tolist(), order": "for number, rows in zip(range(len(numbers)), order"},
+    says="Groups were numbered in their order; which adapter a group has is what `which` says.",
+)
+mistake(
+    "grouped-adapters",
+    "the last group is lost",
+    {"zip(numbers.tolist(), order.split(counts.tolist()), strict=True)":
+     "list(zip(numbers.tolist(), order.split(counts.tolist()), strict=True))[:-1]"},
+    expect="the base's, without adapter",
+)  # fmt: skip
+mistake(
+    "grouped-adapters",
+    "the update in place of the base's output",
+    {"y[rows] += scale * ((x[rows] @ A.T) @ B.T)": "y[rows] = scale * ((x[rows] @ A.T) @ B.T)"},
+    says="The base's output was overwritten: the update is added to it.",
+)
+
+
+@mistake("grouped-adapters", "token by token", expect="in .* matrix products")
+def token_by_token(x, weight, adapters, which):
+    rows = []
+    for row, number in zip(x.split(1), which.tolist(), strict=True):
+        y = row @ weight.T
+        if number >= 0:
+            a, b, scale = adapters[number]
+            y = y + scale * (row @ a.T) @ b.T
+        rows.append(y)
+    return torch.cat(rows)
+
+
+@mistake("grouped-adapters", "the base for each adapter", expect="in .* matrix products")
+def base_for_each(x, weight, adapters, which):
+    y = torch.empty(len(x), len(weight))
+    for number in which.unique().tolist():
+        rows = which == number
+        y[rows] = x[rows] @ weight.T
+        if number >= 0:
+            a, b, scale = adapters[number]
+            y[rows] += scale * (x[rows] @ a.T) @ b.T
+    return y
+
+
+@mistake("grouped-adapters", "merged weights", expect="matrix products|FLOPs instead")
+def merged_weights(x, weight, adapters, which):
+    y = x @ weight.T
+    for number in which.unique().tolist():
+        if number >= 0:
+            a, b, scale = adapters[number]
+            rows = which == number
+            y[rows] = x[rows] @ (weight + scale * b @ a).T
+    return y
+
+
+@mistake("grouped-adapters", "every adapter over all tokens", expect="matrix products|FLOPs instead")
+def masked(x, weight, adapters, which):
+    y = x @ weight.T
+    for number, (a, b, scale) in enumerate(adapters):
+        y = y + (which == number)[:, None] * (scale * (x @ a.T) @ b.T)
+    return y
+
+
+@mistake("grouped-adapters", "those that are there over all tokens", expect="FLOPs instead")
+def masked_used(x, weight, adapters, which):
+    y = x @ weight.T
+    for number in which.unique().tolist():
+        if number >= 0:
+            a, b, scale = adapters[number]
+            y = y + (which == number)[:, None] * (scale * (x @ a.T) @ b.T)
+    return y
+
+
+@mistake("grouped-adapters", "padded to the largest rank", expect="matrix products|FLOPs instead")
+def padded(x, weight, adapters, which):
+    y, rank = x @ weight.T, max(len(a) for a, _, _ in adapters)
+    for number in which.unique().tolist():
+        if number >= 0:
+            a, b, scale = adapters[number]
+            wide_a, wide_b = torch.zeros(rank, a.shape[1]), torch.zeros(len(b), rank)
+            wide_a[: len(a)], wide_b[:, : len(a)] = a, b
+            rows = which == number
+            y[rows] += scale * (x[rows] @ wide_a.T) @ wide_b.T
+    return y
+
+
+@alternative("grouped-adapters", "a mask for each")
+def by_mask(x, weight, adapters, which):
+    y = torch.nn.functional.linear(x, weight)
+    for number in set(which.tolist()) - {-1}:
+        a, b, scale = adapters[number]
+        rows = (which == number).nonzero()[:, 0]
+        y.index_add_(0, rows, (x[rows] @ a.T) @ b.T, alpha=scale)
+    return y
+
+
+# Keys.
+
+
+mistake(
+    "adapter-key",
+    "the matrices alone",
+    {"digest = hashlib.sha256(repr(float(scale)).encode())": "digest = hashlib.sha256()"},
+    expect="the scale changes the update",
+)
+mistake(
+    "adapter-key",
+    "names of layers left out",
+    {"(name, tuple(matrix.shape), matrix.dtype)": "(tuple(matrix.shape), matrix.dtype)"},
+    expect="names of layers belong into the key",
+)
+mistake(
+    "adapter-key",
+    "shapes left out",
+    {"(name, tuple(matrix.shape), matrix.dtype)": "(name, matrix.dtype)"},
+    expect="hash shapes, too",
+)
+mistake(
+    "adapter-key",
+    "dtypes left out",
+    {"(name, tuple(matrix.shape), matrix.dtype)": "(name, tuple(matrix.shape))"},
+    expect="hash dtypes, too",
+)
+mistake(
+    "adapter-key",
+    "in the order of the dict",
+    {"for name in sorted(layers):": "for name in layers:"},
+    expect="the order in which layers are listed",
+)
+mistake(
+    "adapter-key",
+    "A alone",
+    {"for matrix in layers[name]:": "for matrix in layers[name][:1]:"},
+    expect="B of .* differs in one number",
+)
+mistake(
+    "adapter-key",
+    "printed numbers",
+    {"digest.update(matrix.contiguous().view(torch.uint8).numpy().tobytes())": "digest.update(str(matrix).encode())"},
+    expect="differs in one number",
+)
+mistake(
+    "adapter-key",
+    "sums",
+    {"digest.update(matrix.contiguous().view(torch.uint8).numpy().tobytes())":
+     "digest.update(repr(round(float(matrix.sum()), 3)).encode())"},
+    expect="differs in one number",
+)  # fmt: skip
+mistake(
+    "adapter-key",
+    "the base has a hash, too",
+    {'return b""': 'return hashlib.sha256(b"").digest()'},
+    expect="without an adapter the key is",
+)
+mistake("adapter-key", "as text", {"return digest.digest()": "return digest.hexdigest()"}, expect="asks for bytes")
+mistake(
+    "adapter-key",
+    "four bytes",
+    {"return digest.digest()": "return digest.digest()[:4]"},
+    expect="64 bits at least",
+)
+
+
+@mistake("adapter-key", "a checksum of the whole", expect="64 bits at least")
+def checksum(adapter):
+    if adapter is None:
+        return b""
+    scale, layers = adapter
+    total = sum(float(m.double().sum()) for pair in layers.values() for m in pair) + scale
+    return int(total * 1e6).to_bytes(4, "little", signed=True)
+
+
+@alternative("adapter-key", "a hash of hashes")
+def of_hashes(adapter):
+    if adapter is None:
+        return b""
+    scale, layers = adapter
+    parts = [scale.hex() if isinstance(scale, float) else str(scale)]
+    for name, pair in sorted(layers.items()):
+        for matrix in pair:
+            values = bytes(matrix.clone(memory_format=torch.contiguous_format).view(torch.uint8).flatten().tolist())
+            parts.append(repr((name, list(matrix.shape), str(matrix.dtype), hashlib.sha256(values).hexdigest())))
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).digest()
+
+
+# The judge.
+
+
+mistake(
+    "which-bug",
+    "equal outputs only",
+    {"(one - other).norm() > 20 * torch.finfo(seen.dtype).eps * other.norm()": "not torch.equal(one, other)"},
+    expect="you say 'alpha / r forgotten after merge'",
+)
+mistake(
+    "which-bug",
+    "any hit of an adapter is wrong",
+    {"if hit and (adapter, tokens[:hit]) not in known:": "if hit and adapter is not None:"},
+    expect="you say 'adapter missing in the hash'",
+)
+mistake(
+    "which-bug",
+    "hits of anybody are right",
+    {"(adapter, tokens[:hit]) not in known": "tokens[:hit] not in {beginning for _, beginning in known}"},
+    expect="it is 'adapter missing in the hash'",
+)
+mistake(
+    "which-bug",
+    "norms are not looked at",
+    {"if any(abs(ranks / alone - 1) > 0.01 for alone, ranks in seen.norms.values()):": "if False:"},
+    expect="it is 'gradients reduced twice'",
+)
+mistake(
+    "which-bug",
+    "merged against the base",
+    {"if far(seen.merged, seen.adapted):": "if far(seen.merged, seen.base):"},
+    expect="you say 'alpha / r forgotten after merge'",
+)
+mistake(
+    "which-bug",
+    "first against trained",
+    {"if far(seen.first, seen.base):": "if far(seen.first, seen.adapted):"},
+    expect="you say 'B not zero at the start'",
+)
+
+
+@alternative("which-bug", "largest differences, and all earlier requests")
+def by_largest(seen):
+    eps = float(torch.finfo(seen.dtype).eps)
+
+    def differs(one, other):
+        return float((one.double() - other.double()).abs().max()) > 40 * eps * float(other.double().abs().max())
+
+    for index, (adapter, tokens, hit) in enumerate(seen.requests):
+        earlier = [t[:hit] for a, t, _ in seen.requests[:index] if a == adapter]
+        if hit and tokens[:hit] not in earlier:
+            return "adapter missing in the hash"
+    alone, ranks = seen.norms["A"]
+    if ranks > 1.2 * alone:
+        return "gradients reduced twice"
+    if differs(seen.merged, seen.adapted):
+        return "alpha / r forgotten after merge"
+    return "B not zero at the start" if differs(seen.first, seen.base) else "right"

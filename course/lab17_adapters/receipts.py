@@ -1,0 +1,318 @@
+"""Lab 17's claims and tables, each a function that the notebook calls in one line; CLAIMS need no learner."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import torch
+
+from course.kit.answers import answers_of
+from course.kit.receipts import Receipt, Row, formula, receipt, row, titled
+from course.lab17_adapters import experiments, formulas, rank_programs
+from course.lab17_adapters import experiments_breaks as breaks
+from course.lab17_adapters import experiments_serving as serving
+from course.lab17_adapters.checks_batch import count_products
+from course.lab17_adapters.experiments import FAR, NEAR, BatchCost, StepBytes, Tuned
+from course.shared.table import Table, seconds, table
+from minillm.adapters import LoraConfig, attach
+from minillm.adapters.attach import adapter_parameters
+from minillm.comm import launch
+from minillm.predict.model import forward_flops
+from minillm.predict.training import adapters as predict
+from minillm.predict.training.adapters import LAYERS, Adapters
+
+ANSWERS = answers_of("17_adapters")
+SEQ = 32  # tokens of the counted steps
+
+# Numbers and FLOPs.
+
+
+@titled("adapters of rank 16: numbers and FLOPs", open_rows=7)
+def numbers(guess_numbers: float | None = None, guess_share: float | None = None) -> Iterator[Row]:
+    """r (d + k) by formula and in the target; FLOPs of its training step by formula and as torch counts them."""
+    yield formula("a matrix of 4,096 x 4,096: r (d + k)", 16 * 8192, guess=guess_numbers)
+    config, full = experiments.target().config, experiments.step_flops(None)
+    yield row("the target, all weights: FLOPs of a step", 3 * SEQ * forward_flops(config, SEQ).total, full, "FLOP")
+    everywhere, model = Adapters(config, 16, LAYERS), experiments.target()
+    attach(model, LoraConfig(16, LAYERS))
+    trained = sum(each.numel() for each in adapter_parameters(model).values())
+    yield row("    numbers of adapters on all layers", everywhere.parameters, trained)
+    for name, adapters in (("all layers", everywhere), ("q and v", Adapters(config, 16))):
+        counted = experiments.step_flops(adapters.layers)
+        yield row(f"adapters on {name}: FLOPs of a step", SEQ * adapters.training_flops(SEQ).total, counted, "FLOP")
+        guess = guess_share if adapters is everywhere else None
+        share = formulas.step_share(adapters, SEQ)
+        yield row("    of those of training all weights", share, counted / full, "", 1e-9, guess=guess)
+
+
+# Stages of training.
+
+
+def stages() -> Receipt:
+    """What counts in the three losses, and that preference training begins at ln 2."""
+    found = experiments.stages()
+    first, last = found.likelihoods[0], found.likelihoods[-1]
+    return receipt(
+        "one conversation and one pair of answers",
+        [
+            formula("pre-training: tokens of the conversation that count, all but the first", found.tokens - 1),
+            row("fine-tuning: tokens that count, those of the answer", found.answer, found.counted),
+            row("preference: loss of a pair before training, ln 2", math.log(2), found.losses[0], "nats", 1e-6),
+            row(f"    after {len(found.losses) - 1} steps", None, found.losses[-1], "nats"),
+            row("    log-likelihood of the preferred answer over the other: before", None, first[0] - first[1]),
+            row("    and after", None, last[0] - last[1]),
+            row("adapters switched off: the base's logits, bit for bit", True, found.equal),
+        ],
+        open_rows=7,
+    )
+
+
+# Memory.
+
+
+def step_memory(found: tuple[StepBytes, ...] | None = None, guess_less: float | None = None) -> Receipt:
+    """The three ways beside their formulas. guess_less: how many times fewer bytes a LoRA step takes."""
+    found = found or experiments.step_bytes()
+    rows = [row(f"{each.name}: a step at its fullest", each.total, each.measured, "B", 0.05) for each in found]
+    plain, lora, qlora = found
+    rows.append(formula("LoRA: times fewer bytes", plain.total / lora.total, guess=guess_less))
+    rows.append(formula("QLoRA: times fewer bytes", plain.total / qlora.total))
+    rows.append(formula("NF4: bits per weight", formulas.NF4_BITS))
+    return receipt("a model of 3.4 million parameters, 128 tokens a step", rows, open_rows=6)
+
+
+# Many adapters.
+
+
+def products(grouped: Callable | None = None) -> Receipt:
+    """Matrix products and bytes of a decode step of 16 requests through one layer."""
+    grouped = grouped or ANSWERS.grouped
+    rows = []
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        weight, x = torch.randn(96, 64), torch.randn(16, 64)
+        pairs = [(torch.randn(4, 64), torch.randn(96, 4), 0.5) for _ in range(16)]
+    for different in (1, 4, 16):
+        which = torch.arange(16) % different
+        found = count_products(lambda: grouped(x, weight, pairs, which))  # noqa: B023
+        rows.append(row(f"16 requests, {different} adapters: matrix products", 1 + 2 * different, found))
+    base, adapter = 2 * formulas.of_model("llama-3-8b", 16).base_bytes(1), formulas.of_model("llama-3-8b", 16).nbytes(2)
+    for different in (1, 16):
+        read = predict.batch_bytes_read(base, [adapter] * different)
+        rows.append(formula(f"Llama 3 8B, {different} of rank 16: bytes read, over the base's", read / base))
+    rows.append(
+        formula("    16 merged models: bytes read, over the base's", predict.merged_bytes_read(base, 16) / base)
+    )
+    return receipt("a step of 16 requests", rows, open_rows=6)
+
+
+def fits(guess_fit: float | None = None) -> Receipt:
+    """Bytes of adapters: by formula, and of a folder that was written."""
+    adapter = formulas.of_model("llama-3-8b", 16).nbytes(2)
+    config = experiments.target().config
+    with serving.folders() as folders:
+        sizes = {name: (folder / "adapter_model.safetensors").stat().st_size for name, folder in folders.items()}
+    rows = [
+        formula("Llama 3 8B, rank 16, all layers, 16 bits: bytes", adapter, "B"),
+        formula("    that fit into 10 GB", predict.adapters_that_fit(10**10, adapter), guess=guess_fit),
+    ]
+    for name, rank in serving.RANKS.items():
+        predicted = Adapters(config, rank, LAYERS).nbytes(4)
+        rows.append(row(f"the target, rank {rank}, float32: bytes of its file", predicted, sizes[name], "B", 0.05))
+    return receipt("how many fit", rows, open_rows=5)
+
+
+def served() -> Receipt:
+    """Three adapters and the base in one engine, beside merged models and a cache that knows adapters."""
+    answers, held, different = serving.served()
+    half = len(answers) // 2
+    config = experiments.target().config
+    nbytes = sum(Adapters(config, rank, LAYERS).nbytes(4) for rank in serving.RANKS.values())
+    shared = len(serving.BEGINNING) // serving.BLOCK * serving.BLOCK
+    return receipt(
+        f"{len(answers)} requests, {different} adapters and none, in one engine",
+        [
+            row("requests with the tokens of their merged model", len(answers), sum(each.right for each in answers)),
+            row("bytes of the adapters on the device", nbytes, held, "B"),
+            row("first round: tokens of the common beginning from the cache", 0, sum(e.hit for e in answers[:half])),
+            row(
+                "second round: each finds what its own adapter left", half * shared, sum(e.hit for e in answers[half:])
+            ),
+        ],
+        open_rows=4,
+    )
+
+
+# Break it.
+
+
+def forgotten_key() -> Receipt:
+    """The same requests, with the adapter missing in the keys."""
+    answers, _, _ = serving.served(forgets=True)
+    wrong = [each.adapter or "the base" for each in answers if not each.right]
+    foreign = sum(each.hit for each in answers[: len(answers) // 2])
+    return receipt(
+        "the adapter is missing in the keys",
+        [
+            row("tokens from the cache in the first round: more than none", True, foreign > 0),
+            row("requests with wrong tokens, of 8: some", True, len(wrong) > 0),
+            row("    so many", None, len(wrong)),
+        ],
+        open_rows=3,
+    )
+
+
+@cache
+def _trained() -> dict[str, dict[str, list[float]]]:
+    ranks = launch(rank_programs.train_twice, 2, ANSWERS.finish_gradients, device="cpu")
+    return ranks[0]
+
+
+def reduced_twice(found: dict[str, dict[str, list[float]]] | None = None) -> Receipt:
+    """An adapter trained on two ranks, with its gradients finished once and twice."""
+    found = found or _trained()
+    once, twice = found["once"], found["twice"]
+    return receipt(
+        f"{rank_programs.STEPS} steps of AdamW on 2 ranks",
+        [
+            row("loss of the last step, finished once", None, once["losses"][-1]),
+            row("    finished twice, relative difference: below 1e-6", True,
+                abs(twice["losses"][-1] / once["losses"][-1] - 1) < 1e-6),
+            row("norm of A's gradient in the second step, twice over once: the number of ranks", 2.0,
+                twice["norms"][1] / once["norms"][1], "", 1e-3),
+        ],
+        open_rows=3,
+    )  # fmt: skip
+
+
+def programs(verdict: Callable) -> Table:
+    """The six programs: the learner's verdict beside what their logs say."""
+    lines = []
+    for name, seen in breaks.all_programs().items():
+        eps = torch.finfo(seen.dtype).eps
+        start, merged = (
+            float((one.double() - other.double()).norm() / other.double().norm()) / eps
+            for one, other in ((seen.first, seen.base), (seen.merged, seen.adapted))
+        )
+        hits = " ".join(str(hit) for _, _, hit in seen.requests)
+        a, b = (ranks / alone for alone, ranks in seen.norms.values())
+        lines.append((name, verdict(seen), f"{start:.1f}", f"{merged:.1f}", hits, f"{a:.2f}", f"{b:.2f}"))
+    columns = ("program", "your verdict", "start, eps", "merged, eps", "hits", "norm of A", "norm of B")
+    return table("six programs in bfloat16, norms on 4 ranks over those of one process", columns, lines)
+
+
+def verdicts() -> Receipt:
+    """The six programs, judged."""
+    found = breaks.all_programs()
+    return receipt(
+        "which bug",
+        [row(f"program {name}", breaks.BUGS[name], ANSWERS.verdict(seen)) for name, seen in found.items()],
+    )
+
+
+# Where it loses.
+
+
+def rank_against_loss(found: list[Tuned]) -> Table:
+    """What the figure shows, in numbers."""
+    lines = []
+    for each in found:
+        full = next(f for f in found if f.task == each.task and f.rank is None)
+        share = (each.before - each.after) / (each.before - full.after)
+        rank = "all weights" if each.rank is None else f"rank {each.rank}"
+        lines.append((each.task, rank, f"{each.numbers:,}", f"{each.before:.2f}", f"{each.after:.2f}", f"{share:.0%}"))
+    columns = ("text", "trained", "numbers", "loss before", "after", "of the gain of all weights")
+    return table(f"the target after {experiments.STEPS} steps on text that is new to it", columns, lines)
+
+
+def last_ranks(found: list[Tuned]) -> Receipt:
+    """What the step from rank 8 to rank 64 is worth, near the base and far from it."""
+    loss = {(each.task, each.rank): each.after for each in found}
+    near, far = (loss[task, 8] - loss[task, 64] for task in (NEAR, FAR))
+    return receipt(
+        "from rank 8 to rank 64",
+        [
+            row(f"{NEAR}: nats gained", None, near),
+            row(f"{FAR}: nats gained", None, far),
+            row("    more than near the base", True, far > near),
+        ],
+    )
+
+
+def batch_costs(found: list[BatchCost]) -> Table:
+    """Times of the figure, and how many times longer than the base alone."""
+    lines = []
+    for each in found:
+        times = (each.grouped, each.loop, each.merged)
+        lines.append((each.different, *map(seconds, times), each.grouped / each.base, each.merged / each.base))
+    columns = (
+        "different adapters",
+        "grouped",
+        "loop over requests",
+        "merged weights",
+        "grouped / base",
+        "merged / base",
+    )
+    return table(f"{experiments.TOKENS} requests through a layer of {experiments.LAYER}, one thread", columns, lines)
+
+
+# Production and interview.
+
+
+def peer() -> Receipt:
+    """Our adapter beside peft's, where it is installed: a folder of ours in a mixed batch of theirs."""
+    if find_spec("peft") is None:
+        return receipt("peft is not installed here: pip install peft", [])
+    from course.lab17_adapters.experiments_peer import mixed_batch
+
+    found = mixed_batch()
+    return receipt(
+        f"peft {version('peft')} loads three folders of ours and runs a mixed batch",
+        [row("logits of the three merged models of ours: relative difference below 1e-4", True, found < 1e-4)],
+    )
+
+
+def interview() -> Table:
+    """Numbers that the questions rest on."""
+    tenancy = formulas.tenancy()
+    eight, seventy = (formulas.of_model(name, 16) for name in ("llama-3-8b", "llama-3-70b"))
+    return table(
+        "by formula",
+        ("quantity", "formula"),
+        [
+            ("4,096 x 4,096, rank 16: share of the numbers", f"{16 * 8192 / 4096**2:.2%}"),
+            ("Llama 3 8B, rank 16, all layers: numbers", f"{eight.parameters:,}"),
+            ("    in 16 bits", f"{eight.nbytes() / 1e6:.1f} MB"),
+            ("    FLOPs of a training step, of those of all weights", f"{formulas.step_share(eight, 1024):.2f}"),
+            ("Llama 3 70B, rank 16, all layers: numbers", f"{seventy.parameters:,}"),
+            ("NF4 with double quantization: bits per weight", formulas.NF4_BITS),
+            ("1,000 tenants, 64 requests: different adapters expected", f"{tenancy.different:.1f}"),
+        ],
+    )
+
+
+def design_node(guess_states: float | None = None) -> Table:
+    """D1: Llama 3 70B on eight cards of 80 GB."""
+    lines = [
+        (way.name, f"{way.states / 1e9:.1f} GB", f"{way.left / 1e9:.1f} GB" if way.left > 0 else "does not fit")
+        for way in formulas.fine_tunes()
+    ]
+    title = f"D1: 70B on 8 cards of 80 GB, 10 % kept free (your guess for LoRA: {guess_states} GB a card), by formula"
+    return table(title, ("what is trained", "states on a card", "left for activations"), lines)
+
+
+def design_tenants() -> Table:
+    """D2: 1,000 tenants on four cards."""
+    lines = []
+    for sequences in (16, 64, 256):
+        found = formulas.tenancy(sequences=sequences)
+        lines.append(
+            (sequences, f"{found.different:.1f}", seconds(found.base_step), seconds(found.step), seconds(found.merged))
+        )
+    columns = ("requests in a step", "different adapters", "base alone", "with adapters", "merged models in turn")
+    return table("D2: Llama 3 8B on one H100, contexts of 1,024, a decode step by formula", columns, lines)
+
+
+CLAIMS = (numbers, stages, step_memory, products, fits, served, forgotten_key, reduced_twice, verdicts)
