@@ -9,7 +9,7 @@ Reading order:
 2. `health.py`    when a replica is ejected, and when it returns
 3. `budget.py`    how many retries there may be
 4. `fleet.py`     the replicas, their open requests, their checks; drained before they leave
-5. `forward.py`   a request on its way: retried before its first token, cancelled with its client; a loss after it is told
+5. `forward.py`   a request on its way: retried before its first token, cancelled with its client; later losses are told
 6. `app.py`       routes, keys and limits (those of the server), and `/replicas` for an operator
 7. `processes.py` replicas that are processes of this machine; they end with the router
    `spawned.py`   how many of them there are: resized, replaced when they die, restarted one by one
