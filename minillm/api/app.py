@@ -58,7 +58,7 @@ class Api:
     def __init__(self, models: dict[str, LLM], limits: Limits, keys: Keys):
         self.models, self.limits, self.keys = models, limits, keys
         self.served: dict[str, Served] = {}
-        self.admission, self.metrics, self.ready = Admission(limits), Metrics(models), False
+        self.admission, self.metrics, self.ready = Admission(limits, keys), Metrics(models), False
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -98,6 +98,7 @@ class Api:
             logprobs = asked.logprobs
         room = max(1, context - longest) if chat else 16  # as OpenAI's two endpoints have it
         params = asked.sampling(served.defaults, logprobs, room)
+        opened.take(sum(len(each) + params.n * min(params.max_tokens, context - len(each)) for each in prompts))
         try:
             for prompt in prompts:
                 options = {"salt": opened.tenant, "timeout_s": self.limits.timeout_s}

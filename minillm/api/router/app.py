@@ -89,7 +89,7 @@ class Router:
         spawn: Callable[[Fleet], Spawned] | None = None,
     ):
         self.options, self.limits, self.keys = options, limits, keys
-        self.admission, self.metrics = Admission(limits), RouterMetrics()
+        self.admission, self.metrics = Admission(limits, keys), RouterMetrics()
         self.budget = RetryBudget(options.retry_share, options.retry_reserve)
         self._urls, self._spawn = list(replicas), spawn
         self.fleet: Fleet | None = None
