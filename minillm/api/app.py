@@ -26,8 +26,9 @@ from minillm.api.connection import (
     pump,
     while_connected,
 )
+from minillm.api.entry import Entry
 from minillm.api.errors import answer_errors
-from minillm.api.limits import Admission, ApiError, Entry, Keys, Limits
+from minillm.api.limits import Admission, ApiError, Keys, Limits
 from minillm.api.metrics import Metrics
 from minillm.api.protocol import ChatRequest, CompletionRequest, parsed
 from minillm.serve.async_engine import AsyncLLM

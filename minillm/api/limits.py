@@ -1,22 +1,15 @@
 """Who may ask for how much: keys, sizes and numbers, each refused with OpenAI's error body and the right status."""
 
 import hmac
-import re
-import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from minillm.api.tenants import Terms
 from minillm.serve.schedule.fair import Share
 
-OPEN_PATHS = ("/health", "/ready", "/")  # need no key: probes, and the page that asks for one
 SHORTEST_KEY = 8
-REQUEST_ID = re.compile("req-[0-9a-f]{16}")
 LONGEST_MESSAGE, LONGEST_PARAM = 1000, 100  # characters of an error
 
 
@@ -170,48 +163,3 @@ class Admission:
     def put_back(self, tenant: str, tokens: int) -> None:
         if tenant in self.buckets:
             self.buckets[tenant].put_back(tokens)
-
-
-class Entry:
-    """The outermost layer: gives each request an id, asks for its key, and refuses a body that is too long before it
-    is kept, by its Content-Length or when more than that has come."""
-
-    def __init__(self, app: ASGIApp, keys: Keys, most: int):
-        self.app, self.keys, self.most = app, keys, most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        state = scope.setdefault("state", {})
-        given = headers.get(b"x-request-id", b"").decode("latin-1")  # a router's
-        state["id"] = request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = message | {"headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
-            await send(message)
-
-        try:
-            if scope["path"] not in OPEN_PATHS:
-                state["tenant"] = self.keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
-            self._check(int(headers.get(b"content-length", b"0")))
-        except ApiError as error:  # the body is not read, so the connection cannot serve another request
-            answer = JSONResponse(error.body(request_id), error.status, {"connection": "close"})
-            await answer(scope, receive, named)
-            return
-        seen = 0
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            self._check(seen)
-            return message
-
-        await self.app(scope, counted, named)
-
-    def _check(self, length: int) -> None:
-        if length > self.most:
-            raise ApiError(413, f"the body has more than {self.most:,} bytes", code="body_too_large")

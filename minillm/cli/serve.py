@@ -76,8 +76,9 @@ def command(
     if missing := [each for each in NEEDED if find_spec(each) is None]:
         raise ValueError(f"serve needs {', '.join(missing)}: pip install 'minillm[serve]', or requirements.txt")
     from minillm.api.app import create_app
+    from minillm.api.entry import is_loopback
     from minillm.api.limits import Keys, Limits, shares_of
-    from minillm.api.run import bind, is_loopback, serve, url_of
+    from minillm.api.run import bind, serve, url_of
 
     keys = Keys.read(api_key, api_keys)
     if not is_loopback(host) and not keys.secrets:
