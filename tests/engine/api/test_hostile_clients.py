@@ -294,6 +294,7 @@ def test_with_keys_any_name_is_answered():
         assert httpx.get(f"{found.url}/v1/models", headers=headers).status_code == 200
 
 
+@pytest.mark.full
 def test_a_client_that_reads_nothing_does_not_hold_up_the_end(monkeypatch):
     """Its answer does not fit the buffers between; one that is read meanwhile comes to its end."""
     monkeypatch.setattr(run_module, "UNREAD_LOOKS", 1)
