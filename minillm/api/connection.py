@@ -15,6 +15,7 @@ from minillm.serve.async_engine import Stream
 from minillm.serve.requests.output import Output
 
 Result = TypeVar("Result")
+UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies that would keep events back
 
 
 class OpenRequest:
@@ -55,7 +56,7 @@ class ClosingResponse(StreamingResponse):
     read it within `timeout_s`."""
 
     def __init__(self, chunks: AsyncIterator[bytes], opened: OpenRequest, timeout_s: float):
-        super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(chunks, media_type="text/event-stream", headers=UNBUFFERED)
         self._opened, self._timeout_s = opened, timeout_s
 
     async def __call__(self, *given: Any) -> None:
