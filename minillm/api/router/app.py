@@ -132,8 +132,8 @@ class Router:
         except BaseException:
             opened.end()
             raise
-        opened.first_event()
         if isinstance(answer, Passing):
+            opened.first_event()
             opened.status = "200"
             response = ClosingResponse(answer, opened, self.limits.timeout_s + self.limits.unread_s)
             response.headers.update(answer.headers)
@@ -162,8 +162,9 @@ class Router:
 
 def asked_by(request: Request, body: bytes = b"", key: bytes = b"") -> Asked:
     headers = [(name, value) for name, value in request.headers.raw if name in SENT]
-    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    return Asked(request.method, path, headers, body, request.state.id, key)
+    query = request.scope["query_string"]
+    path = request.scope["raw_path"] + (b"?" + query if query else b"")
+    return Asked(request.method, path.decode("latin-1"), headers, body, request.state.id, key)
 
 
 def create_router(
@@ -220,6 +221,8 @@ def create_router(
         """Answers when it has left; `outstanding` then is what was not over within `wait_s`."""
         router.check_operator(request)
         replica = refusing(router.fleet.of, url)
+        if router.spawned is not None and replica.url in router.spawned.running:
+            raise ApiError(400, f"{replica.url} was spawned here: lower the number with POST /replicas/count")
         left = await router.fleet.drain(replica.url, wait_s)
         if replica.url in router.fleet.replicas:  # else somebody else has removed it meanwhile
             router.fleet.remove(replica.url)
@@ -237,7 +240,10 @@ def create_router(
     async def restart(request: Request) -> dict[str, Any]:
         """Answers when every replica was replaced by a new one, one after the other."""
         router.check_operator(request)
-        return {"restarted": await router.own.restart()}
+        try:
+            return {"restarted": await router.own.restart()}
+        except (RuntimeError, ValueError) as error:
+            raise ApiError(503, str(error), "server_error", code="restart_failed") from error
 
     app.add_middleware(Entry, keys=router.keys, most=router.limits.body_bytes)
     return app

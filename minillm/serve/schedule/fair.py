@@ -1,13 +1,14 @@
 """Tenants get equal service, whatever each asks for: the virtual token counter.
 
-Sheng et al. 2024, "Fairness in Serving Large Language Models", Algorithm 2. Each tenant has a counter of the service it
-had: `PROMPT` for a prompt token that is computed, `ANSWER` for a token of an answer, divided by the tenant's weight.
+Sheng et al. 2024, "Fairness in Serving Large Language Models" (https://arxiv.org/abs/2401.00588), Algorithm 2. Each
+tenant has a counter of the service it had: `PROMPT` for a prompt token that is computed, `ANSWER` for a token of an
+answer, divided by the tenant's weight.
 
     a place in the batch is free ──▶ the tenant with the smallest counter among those that wait ──▶ its first request
     a tenant comes back          ──▶ its counter is lifted to the smallest of those that wait: idleness is not saved up
 
 It is work-conserving: a tenant alone gets everything. Of two tenants that both always wait, the service differs by at
-most 2 · max(PROMPT · longest prompt, ANSWER · tokens that fit the pool), however long it lasts (Theorem 4.4). The order
+most 2 · max(PROMPT · longest prompt, ANSWER · tokens that fit the pool), however long it lasts (Section 4). The order
 within a tenant, preemption and everything else are the `Scheduler`'s. Prompt tokens found in the cache cost nothing;
 one that is computed again after a preemption was paid before.
 """
