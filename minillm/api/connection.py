@@ -1,8 +1,8 @@
 """Between the engine's streams and a connection: what ends when a client goes away, and what a failure becomes."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -14,6 +14,9 @@ from minillm.api.metrics import Metrics
 from minillm.serve.async_engine import Stream
 from minillm.serve.requests.output import Output
 
+Result = TypeVar("Result")
+UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies that would keep events back
+
 
 class OpenRequest:
     """A request from its admission to its end, which comes once: its place is free again, its streams are closed, its
@@ -22,6 +25,7 @@ class OpenRequest:
     def __init__(self, admission: Admission, metrics: Metrics, tenant: str):
         self._admission, self._metrics, self.tenant = admission, metrics, tenant
         self.model, self.status, self._ended = "", "500", False
+        self._taken = 0
         self.streams: list[Stream] = []
         try:
             admission.enter(tenant)
@@ -29,10 +33,17 @@ class OpenRequest:
             metrics.requests.labels("", tenant, str(error.status)).inc()
             raise
 
+    def take(self, tokens: int) -> None:
+        """What it may use of the tenant's rate. ApiError if that has not so many now."""
+        self._admission.take(self.tenant, tokens)
+        self._taken = tokens
+
     def end(self) -> None:
         if self._ended:
             return
         self._ended = True
+        used = sum(tokens_of(stream.output) for stream in self.streams)
+        self._admission.put_back(self.tenant, max(0, self._taken - used))
         for stream in self.streams:
             stream.close()
             self._metrics.done(self.tenant, stream.output)
@@ -45,7 +56,7 @@ class ClosingResponse(StreamingResponse):
     read it within `timeout_s`."""
 
     def __init__(self, chunks: AsyncIterator[bytes], opened: OpenRequest, timeout_s: float):
-        super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(chunks, media_type="text/event-stream", headers=UNBUFFERED)
         self._opened, self._timeout_s = opened, timeout_s
 
     async def __call__(self, *given: Any) -> None:
@@ -81,8 +92,8 @@ async def pump(place: int, stream: Stream, queue: asyncio.Queue) -> None:
         queue.put_nowait((place, error))
 
 
-async def while_connected(request: Request, streams: list[Stream]) -> list[Output]:
-    """What all streams give; ApiError if the client goes away first."""
+async def drained(streams: list[Stream]) -> list[Output]:
+    """What all streams give."""
 
     async def drain(stream: Stream) -> Output:
         try:
@@ -92,15 +103,17 @@ async def while_connected(request: Request, streams: list[Stream]) -> list[Outpu
             raise failure(str(error)) from error
         return stream.output
 
+    return await asyncio.gather(*map(drain, streams))
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` returns; ApiError if the client goes away first, which cancels it."""
+
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    async def drain_all() -> list[Output]:
-        return await asyncio.gather(*map(drain, streams))
-
-    answers = asyncio.create_task(drain_all())  # a bare gather that is cancelled logs a traceback
-    leaving = asyncio.create_task(gone())
+    answers, leaving = asyncio.create_task(work), asyncio.create_task(gone())
     try:
         await asyncio.wait((answers, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():
@@ -109,6 +122,11 @@ async def while_connected(request: Request, streams: list[Stream]) -> list[Outpu
     finally:
         leaving.cancel()
         answers.cancel()
+
+
+def tokens_of(output: Output) -> int:
+    """Of the prompt, once, and of all answers."""
+    return len(output.prompt) + sum(len(answer.tokens) for answer in output.answers)
 
 
 def failure(error: str) -> ApiError:

@@ -40,6 +40,11 @@ EXAMPLES = {
         "serve --model my-model --port 0 --speculate none",
         "serve --host 0.0.0.0 --api-keys keys.txt",
     ),
+    "route": (
+        "route --spawn 2",
+        "route --replicas http://127.0.0.1:8001,http://127.0.0.1:8002 --port 0 --policy prefix-affinity",
+        "route --spawn 2 -- --model my-model --speculate none",
+    ),
     "notebooks": ("notebooks 01", "notebooks --check"),
     "figures": ("figures 01 --out pictures",),
 }
