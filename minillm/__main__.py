@@ -39,6 +39,7 @@ GROUPS = {  # in the order in which a newcomer meets them: name -> (module, what
         "quantize": ("minillm.cli.quantize", "weights in 8 or 4 bits, written for others to load, and what it cost"),
         "generate": ("minillm.cli.generate", "write on from a prompt, or from a file of prompts"),
         "serve": ("minillm.cli.serve", "answer OpenAI's clients over HTTP"),
+        "load": ("minillm.cli.load", "send a server requests at given rates, and say what their callers got"),
     },
     "Maintain": {
         "notebooks": ("course.commands.notebooks", "build the labs and execute their solutions"),
@@ -49,8 +50,8 @@ COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.it
 
 OLDEST_PYTHON = (3, 11)
 DEPENDENCIES = {  # what requirements.txt installs and minillm and the course use, by the names that are imported
-    "IPython", "PIL", "accelerate", "cloudpickle", "cycler", "fastapi", "fsrs", "ipykernel", "ipywidgets", "isal",
-    "jinja2", "jupyter_client", "jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "numpy", "packaging",
+    "IPython", "PIL", "accelerate", "cloudpickle", "cycler", "fastapi", "fsrs", "httpx", "ipykernel", "ipywidgets",
+    "isal", "jinja2", "jupyter_client", "jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "numpy", "packaging",
     "prometheus_client", "psutil", "pydantic", "safetensors", "starlette", "tokenizers", "torch", "tqdm",
     "transformers", "typer", "uvicorn",
 }  # fmt: skip

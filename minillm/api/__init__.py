@@ -11,6 +11,7 @@
     metrics.py    counters and histograms for Prometheus
     run.py        uvicorn: one process, one event loop, the engine in its own thread; SIGTERM drains
     page.html     a page to try it on, without anything from elsewhere
+    load/         requests at given rates to any such server, and what their callers got
 
 Nothing here decides what a token is: `LLM.generate` with the same SamplingParams gives the same answer.
 """

@@ -40,6 +40,11 @@ EXAMPLES = {
         "serve --model my-model --port 0 --speculate none",
         "serve --host 0.0.0.0 --api-keys keys.txt",
     ),
+    "load": (
+        "load http://127.0.0.1:8000 --rate 4,8,16 --figure load.png",
+        "load http://127.0.0.1:8000 --rate 8 --cv 4 --lengths 16-128:8-64 --json load.json",
+        "load http://127.0.0.1:8000 --trace day.jsonl",
+    ),
     "notebooks": ("notebooks 01", "notebooks --check"),
     "figures": ("figures 01 --out pictures",),
 }

@@ -23,7 +23,7 @@ from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL, LIMIT, SAFETY = (partial(Option, rich_help_panel=panel) for panel in ("Model", "Limits", "Safety"))
-NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+NEEDED = ("fastapi", "httpx", "uvicorn", "prometheus_client")
 
 
 def command(
@@ -64,8 +64,7 @@ def command(
     token_budget: Annotated[int | None, LIMIT(help="Tokens of a step.", min=1)] = None,
 ) -> int:
     """Serve a model over HTTP to any OpenAI client."""
-    if missing := [each for each in NEEDED if find_spec(each) is None]:
-        raise ValueError(f"serve needs {', '.join(missing)}: pip install 'minillm[serve]', or requirements.txt")
+    check_installed("serve")
     from minillm.api.app import create_app
     from minillm.api.limits import Keys, Limits
     from minillm.api.run import bind, is_loopback, serve, url_of
@@ -106,3 +105,9 @@ def _engine(model: str, drafter: str, k: int, where: dict, options: dict) -> LLM
     if drafter != "none":
         options |= {"proposer": proposer_named(drafter, loaded["model"]), "k": k}
     return LLM(**loaded | options)
+
+
+def check_installed(command: str) -> None:
+    """ValueError if a package of the extra `serve` is missing."""
+    if missing := [each for each in NEEDED if find_spec(each) is None]:
+        raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'minillm[serve]', or requirements.txt")
