@@ -51,8 +51,8 @@ COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.it
 OLDEST_PYTHON = (3, 11)
 DEPENDENCIES = {  # what requirements.txt installs and minillm and the course use, by the names that are imported
     "IPython", "PIL", "accelerate", "cloudpickle", "cycler", "fastapi", "fsrs", "httpx", "ipykernel", "ipywidgets",
-    "isal", "jinja2", "jupyter_client", "jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "numpy", "packaging",
-    "prometheus_client", "psutil", "pydantic", "safetensors", "starlette", "tokenizers", "torch", "tqdm",
+    "isal", "jinja2", "jupyter_client", "jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "numpy",
+    "packaging", "prometheus_client", "psutil", "pydantic", "safetensors", "starlette", "tokenizers", "torch", "tqdm",
     "transformers", "typer", "uvicorn",
 }  # fmt: skip
 

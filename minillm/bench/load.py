@@ -69,8 +69,8 @@ def arrivals(
 
     prompt_tokens: of every prompt, or (least, most). shared_prefix: so many of them, the first, are the same in all
     prompts of a group; each request falls into one of `groups` by chance. rate: requests per second, Poisson; None =
-    all at once, or at the given `times` (seconds from the start, see `arrival_times.py`). Prompts are random ids below vocab_size, or cut from `text`
-    (token ids). sampling: what else `SamplingParams` takes; request i draws with seed i.
+    all at once, or at the given `times` (seconds from the start, see `arrival_times.py`). Prompts are random ids below
+    vocab_size, or cut from `text` (token ids). sampling: what else `SamplingParams` takes; request i draws with seed i.
     """
     least, most = prompt_tokens if isinstance(prompt_tokens, tuple) else (prompt_tokens, prompt_tokens)
     if not 1 <= least <= most or not 0 <= shared_prefix <= least:

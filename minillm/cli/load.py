@@ -1,4 +1,4 @@
-"""`python -m minillm load URL`: requests at given rates to a server that speaks OpenAI's API, and what their callers got.
+"""`python -m minillm load URL`: requests at given rates to a server, and what their callers got.
 
     python -m minillm load http://127.0.0.1:8000 --rate 4,8,16 --lengths 64:32 --figure load.png
 
@@ -14,7 +14,10 @@ from typer import Option
 
 from minillm.measure.provenance import JsonFile, provenance, writable, write_json
 
-COLUMNS = "requests/s  answered  TTFT p50   p90     p99  TPOT p50   p90     p99  end to end p50   p90     p99  goodput/s  good"
+COLUMNS = (
+    "requests/s  answered  TTFT p50   p90     p99  TPOT p50   p90     p99  end to end p50   p90     p99"
+    "  goodput/s  good"
+)
 
 
 def command(

@@ -1,8 +1,9 @@
-"""Open and closed loops in virtual time against servers whose every delay is known: percentiles, and what a stall hides."""
+"""Open and closed loops in virtual time, servers whose every delay is known: percentiles, and what a stall hides."""
 
 import asyncio
 import json
 import random
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -115,7 +116,7 @@ def test_a_queue_in_front_of_one_server_is_lindleys():
     plan = Plan(200, Lengths(answer=(1, 1)))
     calls = measured(plan, 0.8, Fifo(None))
     at = [call.arrival.at for call in calls]
-    expected = waits([at[0], *(b - a for a, b in zip(at, at[1:], strict=False))], service)
+    expected = waits([at[0], *(b - a for a, b in pairwise(at))], service)
     assert [call.ttft for call in calls] == pytest.approx([w + s for w, s in zip(expected, service, strict=True)])
 
 
