@@ -30,6 +30,7 @@ from minillm.api.connection import (
 from minillm.api.limits import Admission, ApiError, Entry, Keys, Limits
 from minillm.api.metrics import Metrics
 from minillm.api.protocol import ChatRequest, CompletionRequest, parsed
+from minillm.measure.start import Start
 from minillm.serve.async_engine import AsyncLLM
 from minillm.serve.engine import LLM
 from minillm.serve.requests.params import SamplingParams
@@ -57,9 +58,10 @@ class Served:
 class Api:
     """What the routes share. models: engines by the names under which clients ask for them."""
 
-    def __init__(self, models: dict[str, LLM], limits: Limits, keys: Keys):
+    def __init__(self, models: dict[str, LLM], limits: Limits, keys: Keys, start: Start | None = None):
         self.models, self.limits, self.keys = models, limits, keys
         self.served: dict[str, Served] = {}
+        self.start = start
         self.admission, self.metrics, self.ready = Admission(limits), Metrics(models), False
 
     @asynccontextmanager
@@ -67,6 +69,9 @@ class Api:
         self.served = {name: Served(llm, AsyncLLM(llm)) for name, llm in self.models.items()}
         for served in self.served.values():  # the first pass compiles, allocates, warms caches
             await served.engine.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))
+        if self.start is not None:
+            self.start.end("warm-up")
+            self.metrics.started(self.start)
         self.ready = True
         yield
         self.ready = False
@@ -205,9 +210,12 @@ class Api:
                 task.cancel()
 
 
-def create_app(models: dict[str, LLM], limits: Limits | None = None, keys: Keys | None = None) -> FastAPI:
-    """models: engines with a tokenizer, by name; this app takes their steps while it runs."""
-    api = Api(models, limits or Limits(), keys or Keys())
+def create_app(
+    models: dict[str, LLM], limits: Limits | None = None, keys: Keys | None = None, start: Start | None = None
+) -> FastAPI:
+    """models: engines with a tokenizer, by name; this app takes their steps while it runs. start: of this process,
+    which ends with the warm-up."""
+    api = Api(models, limits or Limits(), keys or Keys(), start)
     app = FastAPI(title="minillm", lifespan=api.lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.api = api
 

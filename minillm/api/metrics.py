@@ -2,6 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from minillm.measure.start import Start
 from minillm.serve.engine import LLM
 from minillm.serve.requests.output import Output
 
@@ -41,6 +42,12 @@ class Metrics:
         for histogram, seconds in (*times, (self.whole, output.timing.end_to_end)):
             if seconds is not None:
                 histogram.labels(tenant).observe(seconds)
+
+    def started(self, start: Start) -> None:
+        """Where the time of this process's start went."""
+        gauge = Gauge("minillm_start_seconds", "of this process's start", ("phase",), registry=self.registry)
+        for phase, seconds in start.phases.items():
+            gauge.labels(phase).set(seconds)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -68,7 +68,10 @@ def command(
     from minillm.api.app import create_app
     from minillm.api.limits import Keys, Limits
     from minillm.api.run import bind, is_loopback, serve, url_of
+    from minillm.measure.start import Start
 
+    start = Start()
+    start.end("imports")
     keys = Keys.read(api_key, api_keys)
     if not is_loopback(host) and not keys.secrets:
         raise ValueError(f"--host {host} is open to others: give a key with --api-key or --api-keys FILE")
@@ -89,10 +92,11 @@ def command(
             "max_seq_len": max_seq_len,
         }
         llm = _engine(model, drafter, k, where, options)
+        start.end("load")
         known = name or (Path(model).name if Path(model).is_dir() else model)
         address = url_of(host, listening)
         typer.echo(f"{known}: {address}/v1 for OpenAI's clients, {address}/ to try it in a browser", err=True)
-        serve(create_app({known: llm}, limits, keys), listening)
+        serve(create_app({known: llm}, limits, keys, start), listening)
     finally:
         listening.close()
     return 0
