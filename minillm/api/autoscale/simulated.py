@@ -41,7 +41,9 @@ def day(mean: float, swing: float = 0.8, peak_hour: float = 15.0) -> Callable[[f
 
 
 @dataclass(eq=False)
-class _Replica:
+class Replica:
+    """ready: it serves, or stands in the pool. leaving: it takes no more. busy: slots in use."""
+
     ready: bool = False
     leaving: bool = False
     busy: int = 0
@@ -80,9 +82,9 @@ class SimulatedFleet:
         self.cold_start = cold_start_s if callable(cold_start_s) else lambda: cold_start_s
         self.now, self.outcome = 0.0, Outcome()
         self.queue: deque[Job] = deque()
-        self.serving = [_Replica(ready=True) for _ in range(begin)]
-        self.pool = [_Replica(ready=True) for _ in range(pool)]
-        self.leaving: list[_Replica] = []
+        self.serving = [Replica(ready=True) for _ in range(begin)]
+        self.pool = [Replica(ready=True) for _ in range(pool)]
+        self.leaving: list[Replica] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._came, self._looked = 0, 0.0
@@ -153,8 +155,8 @@ class SimulatedFleet:
         self.outcome.longest = max(self.outcome.longest, len(self.queue))
         self._next_arrival()
 
-    def _start(self) -> _Replica:
-        replica = _Replica()
+    def _start(self) -> Replica:
+        replica = Replica()
         self.outcome.cold_starts += 1
 
         def is_ready() -> None:
@@ -176,7 +178,7 @@ class SimulatedFleet:
             self.outcome.began.append(self.now)
             self._after(job.service_s, lambda replica=replica: self._end(replica))
 
-    def _end(self, replica: _Replica) -> None:
+    def _end(self, replica: Replica) -> None:
         replica.busy -= 1
         if replica.leaving and not replica.busy and replica in self.leaving:
             self.leaving.remove(replica)
