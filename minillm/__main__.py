@@ -39,6 +39,7 @@ GROUPS = {  # in the order in which a newcomer meets them: name -> (module, what
         "quantize": ("minillm.cli.quantize", "weights in 8 or 4 bits, written for others to load, and what it cost"),
         "generate": ("minillm.cli.generate", "write on from a prompt, or from a file of prompts"),
         "serve": ("minillm.cli.serve", "answer OpenAI's clients over HTTP"),
+        "route": ("minillm.cli.route", "put several servers behind one address"),
         "load": ("minillm.cli.load", "send a server requests at given rates, and say what their callers got"),
     },
     "Maintain": {

@@ -6,7 +6,6 @@ GET  /health (its engines run)  /ready (warm, not draining)  /metrics  / (a page
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from starlette.exceptions import HTTPException
 
 from minillm.api.answers import DONE, Shape, TextOffsets, event
 from minillm.api.connection import (
@@ -23,10 +21,12 @@ from minillm.api.connection import (
     OpenRequest,
     body_of,
     check_ending,
+    drained,
     failure,
     pump,
     while_connected,
 )
+from minillm.api.errors import answer_errors
 from minillm.api.limits import Admission, ApiError, Entry, Keys, Limits
 from minillm.api.metrics import Metrics
 from minillm.api.protocol import ChatRequest, CompletionRequest, parsed
@@ -36,8 +36,6 @@ from minillm.serve.engine import LLM
 from minillm.serve.requests.params import SamplingParams
 
 PAGE = Path(__file__).with_name("page.html")
-log = logging.getLogger("uvicorn.error")
-KINDS = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error"}
 
 
 @dataclass
@@ -155,7 +153,7 @@ class Api:
                 opened.status = "ended early"
                 chunks = self.chunks(shape, opened, request.state.id)
                 return ClosingResponse(chunks, opened, self.limits.timeout_s + self.limits.unread_s)
-            outputs = await while_connected(request, opened.streams)
+            outputs = await while_connected(request, drained(opened.streams))
             for output in outputs:
                 for sample in output.answers:
                     check_ending(sample.reason)
@@ -218,30 +216,7 @@ def create_app(
     api = Api(models, limits or Limits(), keys or Keys(), start)
     app = FastAPI(title="minillm", lifespan=api.lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.api = api
-
-    def refused(request: Request, error: ApiError) -> JSONResponse:
-        headers = {"retry-after": "1"} if error.status in (429, 503) else {}
-        if error.status in (408, 413):
-            headers["connection"] = "close"  # what is left of the body is not a request
-        return JSONResponse(error.body(request.state.id), error.status, headers)
-
-    @app.exception_handler(ApiError)
-    async def on_api_error(request: Request, error: ApiError) -> JSONResponse:
-        return refused(request, error)
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
-        kind = KINDS.get(error.status_code, "invalid_request_error")
-        what = f"{request.method} {request.url.path}: {error.detail}"
-        return refused(request, ApiError(error.status_code, what, kind))
-
-    @app.exception_handler(Exception)
-    async def on_fault(request: Request, error: Exception) -> JSONResponse:
-        """No traceback leaves the server: it stands in the log, beside the id that the client gets."""
-        log.error("%s failed:", request.state.id)  # uvicorn logs the traceback next
-        answer = refused(request, ApiError(500, "the server failed; its log has more", "server_error"))
-        answer.headers["x-request-id"] = request.state.id  # `Entry` is within what calls this
-        return answer
+    answer_errors(app)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

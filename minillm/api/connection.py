@@ -1,8 +1,8 @@
 """Between the engine's streams and a connection: what ends when a client goes away, and what a failure becomes."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -13,6 +13,8 @@ from minillm.api.limits import Admission, ApiError
 from minillm.api.metrics import Metrics
 from minillm.serve.async_engine import Stream
 from minillm.serve.requests.output import Output
+
+Result = TypeVar("Result")
 
 
 class OpenRequest:
@@ -81,8 +83,8 @@ async def pump(place: int, stream: Stream, queue: asyncio.Queue) -> None:
         queue.put_nowait((place, error))
 
 
-async def while_connected(request: Request, streams: list[Stream]) -> list[Output]:
-    """What all streams give; ApiError if the client goes away first."""
+async def drained(streams: list[Stream]) -> list[Output]:
+    """What all streams give."""
 
     async def drain(stream: Stream) -> Output:
         try:
@@ -92,15 +94,17 @@ async def while_connected(request: Request, streams: list[Stream]) -> list[Outpu
             raise failure(str(error)) from error
         return stream.output
 
+    return await asyncio.gather(*map(drain, streams))
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` returns; ApiError if the client goes away first, which cancels it."""
+
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    async def drain_all() -> list[Output]:
-        return await asyncio.gather(*map(drain, streams))
-
-    answers = asyncio.create_task(drain_all())  # a bare gather that is cancelled logs a traceback
-    leaving = asyncio.create_task(gone())
+    answers, leaving = asyncio.create_task(work), asyncio.create_task(gone())
     try:
         await asyncio.wait((answers, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():

@@ -1,6 +1,7 @@
 """Who may ask for how much: keys, sizes and numbers, each refused with OpenAI's error body and the right status."""
 
 import hmac
+import re
 import secrets
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,21 +12,31 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS = ("/health", "/ready", "/")  # need no key: probes, and the page that asks for one
+SHORTEST_KEY = 8
+REQUEST_ID = re.compile("req-[0-9a-f]{16}")
 LONGEST_MESSAGE, LONGEST_PARAM = 1000, 100  # characters of an error
 
 
 class ApiError(Exception):
-    """An answer that is an error. kind, param and code are fields of OpenAI's error body.
+    """An answer that is an error. kind, param and code are fields of OpenAI's error body. retry_after_s: said with 429
+    and 503.
 
     A message may quote what the client sent: it is cut, and what UTF-8 cannot hold is replaced.
     """
 
     def __init__(
-        self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None, code: str = ""
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str = "",
+        retry_after_s: float = 1.0,
     ):
         message = _printable(message, LONGEST_MESSAGE)
         super().__init__(message)
         self.status, self.message, self.kind, self.code = status, message, kind, code
+        self.retry_after_s = retry_after_s
         self.param = None if param is None else _printable(param, LONGEST_PARAM)
 
     def body(self, request_id: str) -> dict[str, Any]:
@@ -71,9 +82,17 @@ class Keys:
                 if words[1] in found.values():
                     raise ValueError(f"{file}, line {number}: {words[0]!r} has the key of another tenant")
                 found[words[0]] = words[1]
-        if any(len(secret) < 8 for secret in found.values()):
+        if any(len(secret) < SHORTEST_KEY for secret in found.values()):
             raise ValueError("a key (--api-key, --api-keys) has fewer than 8 characters: choose a longer one")
         return cls(found)
+
+    def with_tenant(self, name: str, secret: str, option: str) -> "Keys":
+        """These and one more. ValueError, which names the option, if the name or the key is another's."""
+        if name in self.secrets or secret in self.secrets.values():
+            raise ValueError(f"{option}: a tenant is named {name!r} or has the same key: change one of them")
+        if len(secret) < SHORTEST_KEY:
+            raise ValueError(f"{option} has fewer than {SHORTEST_KEY} characters: choose a longer one")
+        return Keys(self.secrets | {name: secret})
 
     def tenant(self, authorization: str | None) -> str:
         """Whose "Bearer KEY" this is; ApiError 401 if nobody's. Compares with every key, in constant time each.
@@ -137,7 +156,8 @@ class Entry:
             return
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
-        state["id"] = request_id = f"req-{secrets.token_hex(8)}"
+        given = headers.get(b"x-request-id", b"").decode("latin-1")  # a router's
+        state["id"] = request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

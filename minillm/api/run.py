@@ -4,8 +4,13 @@ accept ──▶ event loop (HTTP) ──▶ AsyncLLM's thread (forward passes) 
 """
 
 import asyncio
+import contextlib
 import ipaddress
+import os
+import signal
 import socket
+import threading
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
@@ -77,7 +82,26 @@ def uvicorn_config(app: FastAPI, log_level: str = "info", drain_s: float = DRAIN
     return config
 
 
-def serve(app: FastAPI, listening: socket.socket, *, log_level: str = "info", drain_s: float = DRAIN_S) -> None:
+def serve(
+    app: FastAPI,
+    listening: socket.socket,
+    *,
+    log_level: str = "info",
+    drain_s: float = DRAIN_S,
+    until_stdin_closes: bool = False,
+) -> None:
     """Serves until a signal ends it. A connection that sends nothing is closed: before its first request after
-    `FIRST_REQUEST_S`, between requests after five seconds."""
-    DrainingServer(uvicorn_config(app, log_level, drain_s)).run(sockets=[listening])
+    `FIRST_REQUEST_S`, between requests after five seconds. until_stdin_closes: also until the parent ends that holds
+    the other end of standard input, as if it had sent SIGTERM. app.state.stop() does the same from within."""
+    if until_stdin_closes:
+        threading.Thread(target=_end_with_stdin, name="minillm stdin", daemon=True).start()
+    server = DrainingServer(uvicorn_config(app, log_level, drain_s))
+    app.state.stop = partial(setattr, server, "should_exit", True)
+    server.run(sockets=[listening])
+
+
+def _end_with_stdin() -> None:
+    with contextlib.suppress(OSError):  # there is none
+        while os.read(0, 4096):
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)

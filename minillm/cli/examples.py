@@ -40,6 +40,11 @@ EXAMPLES = {
         "serve --model my-model --port 0 --speculate none",
         "serve --host 0.0.0.0 --api-keys keys.txt",
     ),
+    "route": (
+        "route --spawn 2",
+        "route --replicas http://127.0.0.1:8001,http://127.0.0.1:8002 --port 0 --policy prefix-affinity",
+        "route --spawn 2 -- --model my-model --speculate none",
+    ),
     "load": (
         "load http://127.0.0.1:8000 --rate 4,8,16 --figure load.png",
         "load http://127.0.0.1:8000 --rate 8 --cv 4 --lengths 16-128:8-64 --json load.json",

@@ -62,6 +62,9 @@ def command(
     timeout: Annotated[float, LIMIT(help="Seconds from a request to its last token.", min=0.001)] = 600.0,
     max_num_seqs: Annotated[int | None, LIMIT(help="Sequences in a batch.", min=1)] = None,
     token_budget: Annotated[int | None, LIMIT(help="Tokens of a step.", min=1)] = None,
+    until_stdin_closes: Annotated[
+        bool, SAFETY(help="Shut down when standard input closes, as it does when a parent process dies.")
+    ] = False,
 ) -> int:
     """Serve a model over HTTP to any OpenAI client."""
     check_installed("serve")
@@ -96,7 +99,8 @@ def command(
         known = name or (Path(model).name if Path(model).is_dir() else model)
         address = url_of(host, listening)
         typer.echo(f"{known}: {address}/v1 for OpenAI's clients, {address}/ to try it in a browser", err=True)
-        serve(create_app({known: llm}, limits, keys, start), listening)
+        app = create_app({known: llm}, limits, keys, start)
+        serve(app, listening, until_stdin_closes=until_stdin_closes)
     finally:
         listening.close()
     return 0

@@ -39,6 +39,7 @@ class Request:
     arrived: float
     timeout_s: float | None = None
     awaited: bool = False
+    salt: str | None = None
     request_id: str = ""
     samples: list["Sample"] = field(default_factory=list, repr=False)
     scheduled: float | None = None
@@ -137,7 +138,7 @@ def new_request(
         if tokenizer is not None and tokenizer.eos is not None:
             stops.add(tokenizer.eos_id)
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    request = Request(tokens, params, seed, frozenset(stops), now, timeout_s, awaited)
+    request = Request(tokens, params, seed, frozenset(stops), now, timeout_s, awaited, salt)
     shared = {"priority": priority, "origin": cache_namespace(None, salt), "request": request}
     for index in range(params.n):
         own = {"index": index, "draw": Draw(sample_seed(seed, index)), "push": tokenizer and tokenizer.stream()}

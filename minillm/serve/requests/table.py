@@ -144,8 +144,7 @@ class RequestTable:
             self._close(request)
         with self.submitting:
             self.arrived = queued | self.arrived
-        for name in queued:
-            self.live.pop(name, None)
+        self.live.clear()
 
     def _close(self, request: Request) -> None:
         if request.ended is None:

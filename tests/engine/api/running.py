@@ -17,6 +17,7 @@ from minillm.serve.engine import LLM
 
 pytest.importorskip("fastapi", reason="the server's packages are not installed: requirements.txt")
 import uvicorn
+from fastapi import FastAPI
 
 from minillm.api.app import Api, create_app
 from minillm.api.limits import Keys, Limits
@@ -64,17 +65,23 @@ def until(fits, what: str = "") -> None:
 
 @contextlib.contextmanager
 def running(llm: LLM, limits: Limits | None = None, keys: Keys | None = None) -> Iterator[Running]:
-    listening = bind("127.0.0.1", 0)
     app = create_app({"draft": llm}, limits, keys)
+    with listening(app) as (url, server):
+        yield Running(llm, url, server, app.state.api)
+
+
+@contextlib.contextmanager
+def listening(app: FastAPI) -> Iterator[tuple[str, uvicorn.Server]]:
+    """The app in a thread, and where it listens."""
+    bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn_config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
         until(lambda: server.started, "the server did not start")
-        yield Running(llm, url, server, app.state.api)
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}", server
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)
-        listening.close()
+        bound.close()
     assert not thread.is_alive()

@@ -71,7 +71,7 @@ SOME = {
 NOT_NEGATIVE = ("-1", "-1e308", str(-(2**63)))  # which only a seed may be
 FREE = {  # options that take any text, any folder, or any number
     ("generate", "prompt"), ("generate", "system"), ("train", "run"), ("generate", "seed"), ("interview", "seed"),
-    ("serve", "name"), ("serve", "api_key"),
+    ("serve", "name"), ("serve", "api_key"), ("route", "api_key"),
 }  # fmt: skip
 
 
@@ -190,6 +190,7 @@ CHEAP = {  # what makes each command whole and quick; several ways for one that 
         ["--data=file", "--seq-len=16", "--model-size=tiny", "--lora=2"],
     ],
     "serve": [["--model=model", "--port=0", "--speculate=none"]],
+    "route": [["--port=0", "--replicas=http://127.0.0.1:9"], ["--port=0", "--spawn=2"]],
     "train-heads": [["--kind=medusa", "--model=model", "--data=file", "--seq-len=16"]],
 }
 
