@@ -1,7 +1,7 @@
 """Lab 19's measurements on real things: a server on this machine under load, a stall seen by two generators, a start.
 
-    measured   the committed draft model behind minillm's own HTTP server, requests by `minillm.api.load`
-    stage.py   a real engine on a simulated clock      queues.py, incidents.py: simulated fleets
+measured   the committed draft model behind minillm's own HTTP server, requests by `minillm.api.load`
+stage.py   a real engine on a simulated clock      queues.py, incidents.py: simulated fleets
 """
 
 import asyncio
@@ -85,8 +85,8 @@ def wait_for(fits: Callable[[], bool]) -> None:
 
 @dataclass(frozen=True)
 class AtRate:
-    """A server that takes one request at a time, at one rate. load: rate times service. wait: mean seconds in the queue,
-    measured. path: by Lindley's recursion from the arrivals that were sent and the mean service. formula: Pollaczek's
+    """A server that takes one request at a time, at one rate. load: rate times service. wait: mean seconds in the
+    queue, measured. path: by Lindley's recursion from the arrivals that were sent and the mean service. formula: Pollaczek's
     and Khinchine's mean of the long run."""
 
     load: float
@@ -122,7 +122,7 @@ def knee(loads: tuple[float, ...] = (0.3, 0.6, 0.85), count: int = 60) -> list[A
 
 
 def at_rate(calls: list[Call]) -> AtRate:
-    """Waits and services of a queue that is first come, first served: a service begins when the one before has ended."""
+    """Of a queue that is first come, first served: a service begins when the one before has ended."""
     due, ended = [call.arrival.at for call in calls], [call.ended for call in calls]
     begun = [max(at, before) for at, before in zip(due, [0.0, *ended], strict=False)]
     services = [end - begin for end, begin in zip(ended, begun, strict=True)]
@@ -186,7 +186,9 @@ def start(together: int = 1) -> list[Started]:
     """So many processes of `python -m minillm serve`, started at once."""
     command = [sys.executable, "-m", "minillm", "serve", "--model", "draft", "--speculate", "none", "--port", "0"]
     began = time.monotonic()
-    processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(together)]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(together)
+    ]
     try:
         urls = [_url(process) for process in processes]
         found: dict[str, Started] = {}

@@ -1,10 +1,10 @@
 """Five ways in which a fleet of sound replicas breaks down: each staged, with what its metrics say, and cured.
 
-    retry storm        a burst, clients that give up and send again: the load after it is the retries'
-    noisy neighbour    one tenant sends ten times its share, first come, first served
-    memory collapse    a burst admits more sequences than there are blocks for: they preempt each other
-    long prompts       a prompt of 1,500 tokens in one pass; short requests wait for it
-    cold-start storm   all missing replicas start at once and share one disk, or one registry
+retry storm        a burst, clients that give up and send again: the load after it is the retries'
+noisy neighbour    one tenant sends ten times its share, first come, first served
+memory collapse    a burst admits more sequences than there are blocks for: they preempt each other
+long prompts       a prompt of 1,500 tokens in one pass; short requests wait for it
+cold-start storm   all missing replicas start at once and share one disk, or one registry
 """
 
 import random
@@ -27,7 +27,9 @@ LIMIT_S = 1.0  # to the first token, for an answer to be in time
 
 def come(times: list[float], prompt: int, answer: int, tenant: str = "", seed: int = 0) -> list[Arrival]:
     """Requests of one kind at these times."""
-    made = arrivals([answer] * len(times), times=times, prompt_tokens=prompt, vocab_size=VOCAB, seed=seed, temperature=0)
+    made = arrivals(
+        [answer] * len(times), times=times, prompt_tokens=prompt, vocab_size=VOCAB, seed=seed, temperature=0
+    )
     return [replace(each, tenant=tenant) for each in made]
 
 

@@ -1,6 +1,6 @@
-"""Queues in simulated time, without an engine: the knee, bounded queues, routing, prefixes on the ring, retries of none.
+"""Queues in simulated time, without an engine: the knee, bounded queues, routing, prefixes on a ring.
 
-    requests ──▶ rule ──▶ one queue for each replica, first come, first served
+requests ──▶ rule ──▶ one queue for each replica, first come, first served
 """
 
 import heapq
@@ -110,6 +110,13 @@ def routed(choose: Choose, load: float = 0.9, replicas: int = 10, stale_s: float
     return percentiles(waits, [0.99])[0]
 
 
+def central(load: float, replicas: int = 10, count: int = 20_000) -> float:
+    """p99 of the wait when requests wait in one queue before all replicas."""
+    draw, times = service(1.0, 4), poisson(load * replicas, 5)
+    outcome = SimulatedFleet((Job(next(times), draw()) for _ in range(count)), begin=replicas).finish()
+    return percentiles(outcome.waits, [0.99])[0]
+
+
 @dataclass(frozen=True)
 class Affinity:
     hits: float
@@ -118,7 +125,11 @@ class Affinity:
 
 
 def prefixes(
-    choose: Callable[[str, dict[str, int]], str], replicas: int = 8, groups: int = 64, kept: int = 12, count: int = 12_000
+    choose: Callable[[str, dict[str, int]], str],
+    replicas: int = 8,
+    groups: int = 64,
+    kept: int = 12,
+    count: int = 12_000,
 ) -> Affinity:
     """Requests with shared prefixes of Zipf popularity: 0.3 s if the replica has the prefix, 1 s if it computes it.
 

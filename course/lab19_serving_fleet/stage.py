@@ -156,7 +156,9 @@ class _Attempt:
 
 
 class _Play:
-    def __init__(self, llm: LLM, clock: VirtualClock, arrivals: Sequence[Arrival], gate, queue: Queue, clients: Clients):
+    def __init__(
+        self, llm: LLM, clock: VirtualClock, arrivals: Sequence[Arrival], gate, queue: Queue, clients: Clients
+    ):
         self.llm, self.clock, self.queue, self.clients = llm, clock, queue, clients
         self.gate = gate or len(arrivals) + 10**9
         self.found = Staged([Story(each) for each in arrivals])
