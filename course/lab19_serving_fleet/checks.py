@@ -79,7 +79,7 @@ def _percentile(calls: list[DueCall], share: float) -> float:
 
 
 @exercise(
-    "token-bucket",
+    "bucket-per-tenant",
     minutes=20,
     difficulty=2,
     hints=(

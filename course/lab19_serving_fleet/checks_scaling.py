@@ -49,7 +49,7 @@ def check_wanted(learner: Callable) -> Receipt:
         if found != right and abs(exact - round(exact)) > 1e-6:
             told = ", ".join(f"{key} {value:g}" for key, value in settings.items())
             said = (
-                f"{name}: rates {rates[0][1]:.2f} to {rates[-1][1]:.2f} per second over {rates[-1][0] - rates[0][0]:g} s"
+                f"{name}: rates {rates[0][1]:.2f} to {rates[-1][1]:.2f} per second in {rates[-1][0] - rates[0][0]:g} s"
                 f", {waiting} waiting, {told}: you want {found:g} replicas, and {right} are needed."
             )
             raise CheckFailed(said, evidence=(name, found))

@@ -86,8 +86,8 @@ def wait_for(fits: Callable[[], bool]) -> None:
 @dataclass(frozen=True)
 class AtRate:
     """A server that takes one request at a time, at one rate. load: rate times service. wait: mean seconds in the
-    queue, measured. path: by Lindley's recursion from the arrivals that were sent and the mean service. formula: Pollaczek's
-    and Khinchine's mean of the long run."""
+    queue, measured. path: by Lindley's recursion from the arrivals that were sent and the mean service. formula: the
+    long run's mean, by Pollaczek and Khinchine."""
 
     load: float
     service_s: float

@@ -100,7 +100,7 @@ def ramps() -> Figure:
 
 
 def _ramps() -> tuple[Figure, dict[str, Any]]:
-    figure, panels = subplots(2, 1, width=8, height=4.6, sharex=True)
+    figure, panels = subplots(2, 1, width=9, height=4.6, sharex=True)
     numbers: dict[str, Any] = {}
     for place, (name, outcome) in enumerate(receipts.ramps().items()):
         minutes = [sample.at / 60 for sample in outcome.samples]
@@ -113,7 +113,7 @@ def _ramps() -> tuple[Figure, dict[str, Any]]:
     panels[1].plot(minutes, needed, color=PALETTE["black"], linewidth=1, linestyle=":", marker="", label="requests/s")
     panels[0].set_ylabel("requests waiting")
     panels[1].set(xlabel="minutes", ylabel="replicas ready")
-    panels[1].legend(loc="lower right")
+    panels[1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
     headline(
         figure,
         "A replica is ordered now for a load that comes later",

@@ -17,7 +17,8 @@ mistake(
     "latency-percentile",
     "without-the-failed",
     {
-        "math.inf if call.ended is None else call.ended - call.due for call in calls": "call.ended - call.due for call in calls if call.ended is not None"
+        "math.inf if call.ended is None else call.ended - call.due for call in calls": "call.ended - call.due "
+        "for call in calls if call.ended is not None"
     },
     says="You leave out the calls that failed. They are the slowest ones: their users are still waiting.",
 )
@@ -51,42 +52,45 @@ def counted(calls, share):
 
 
 mistake(
-    "token-bucket",
+    "bucket-per-tenant",
     "no-top",
     {"min(self.burst, self.tokens + (now - self.at) * self.rate)": "self.tokens + (now - self.at) * self.rate"},
     says="Your bucket has no top: after a pause a tenant may send far more than its burst at once.",
 )
 mistake(
-    "token-bucket",
+    "bucket-per-tenant",
     "empty-at-the-start",
     {"self.tokens, self.at = burst, 0.0": "self.tokens, self.at = 0.0, 0.0"},
     says="Your bucket is empty at the start, so the first requests of a new tenant are refused.",
 )
 mistake(
-    "token-bucket",
+    "bucket-per-tenant",
     "pays-when-refused",
     {
-        "            return 0.0\n        return (cost - self.tokens) / self.rate": "            return 0.0\n        wait = (cost - self.tokens) / self.rate\n        self.tokens -= cost\n        return wait"
+        "        return (cost - self.tokens) / self.rate": "        wait = (cost - self.tokens) / self.rate\n"
+        "        self.tokens -= cost\n"
+        "        return wait"
     },
     says="A request that is refused still takes tokens: whoever tries again pushes its own turn away.",
 )
 mistake(
-    "token-bucket",
+    "bucket-per-tenant",
     "clock-only-on-success",
     {
-        "        self.at = now\n        if cost <= self.tokens:\n": "        if cost <= self.tokens:\n            self.at = now\n"
+        "        self.at = now\n        if cost <= self.tokens:\n": "        if cost <= self.tokens:\n"
+        "            self.at = now\n"
     },
     says="After a refusal the time is not noted, so the same seconds are paid out again at the next call.",
 )
 mistake(
-    "token-bucket",
+    "bucket-per-tenant",
     "a-whole-refill",
     {"return (cost - self.tokens) / self.rate": "return cost / self.rate"},
     says="You return the time to earn the whole cost; the tokens that are there need not be earned again.",
 )
 
 
-@alternative("token-bucket", "by the time at which it will be full")
+@alternative("bucket-per-tenant", "by the time at which it will be full")
 class FullAt:
     def __init__(self, rate, burst):
         self.rate, self.burst, self.full_at = rate, burst, 0.0
@@ -107,9 +111,10 @@ mistake(
     "two-choices",
     "with-the-same-twice",
     {
-        "first, second = rng.sample(range(len(outstanding)), 2)": "first, second = rng.randrange(len(outstanding)), rng.randrange(len(outstanding))"
+        "first, second = rng.sample(range(len(outstanding)), 2)": "first = rng.randrange(len(outstanding))\n"
+        "    second = rng.randrange(len(outstanding))"
     },
-    expect="the most loaded of 2 replicas was chosen in",
+    expect="the least loaded of 2 replicas was chosen in",
 )
 mistake(
     "two-choices",
@@ -121,7 +126,8 @@ mistake(
     "two-choices",
     "asks-all",
     {
-        "    first, second = rng.sample(range(len(outstanding)), 2)\n    return first if outstanding[first] <= outstanding[second] else second": "    return min(range(len(outstanding)), key=lambda each: outstanding[each])"
+        "return first if outstanding[first] <= outstanding[second] else second": "return min("
+        "range(len(outstanding)), key=lambda each: outstanding[each])"
     },
     expect="replicas were asked, and two may be|the less loaded would be it",
 )
@@ -135,7 +141,8 @@ mistake(
     "two-choices",
     "neighbours",
     {
-        "first, second = rng.sample(range(len(outstanding)), 2)": "first = rng.randrange(len(outstanding))\n    second = (first + 1) % len(outstanding)"
+        "first, second = rng.sample(range(len(outstanding)), 2)": "first = rng.randrange(len(outstanding))\n"
+        "    second = (first + 1) % len(outstanding)"
     },
     expect="of the draws; of two different ones",
 )

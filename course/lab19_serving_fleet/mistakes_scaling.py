@@ -61,16 +61,15 @@ def from_sums(rates, waiting, capacity, utilization, cold_start_s, drain_s):
 mistake(
     "diagnose-a-fleet",
     "cause-before-symptom",
-    {
-        '    if page.ttft_p99_s <= 1:\n        return "healthy"\n': '    if page.ttft_p99_s <= 1 and not page.preemptions and max(page.prompts) < 1000:\n        return "healthy"\n'
-    },
+    {"if page.ttft_p99_s <= 1:": "if page.ttft_p99_s <= 1 and not page.preemptions and max(page.prompts) < 1000:"},
     says="You take a fleet for ill whose users wait for nothing: some preemptions or one long prompt harm nobody.",
 )
 mistake(
     "diagnose-a-fleet",
     "any-long-prompt-is-the-last-cause",
     {
-        '    if sum(longest) > 0.5 * sum(page.prompts):\n        return "long prompts"\n    return "noisy neighbour"': '    return "long prompts"'
+        '    if sum(longest) > 0.5 * sum(page.prompts):\n        return "long prompts"\n'
+        '    return "noisy neighbour"': '    return "long prompts"'
     },
     says="Whatever is left is taken for long prompts: look at whose tokens they are.",
 )

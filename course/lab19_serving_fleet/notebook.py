@@ -160,7 +160,7 @@ class TokenBucket:
         # END SOLUTION
 
 
-TokenBucket = check("token-bucket", TokenBucket)
+TokenBucket = check("bucket-per-tenant", TokenBucket)
 
 # %% [markdown]
 # The number that `take` returns belongs into the `Retry-After` header of the 429. A bucket bounds what one tenant

@@ -170,8 +170,8 @@ def ramp_jobs(seed: int = 2) -> list[Job]:
 
 def ramp(policy: Policy, cold_start_s: float = 120.0, pool: int = 0) -> Outcome:
     """The same half hour under any policy; a replica serves one request per second."""
-    fleet = SimulatedFleet(ramp_jobs(), slots=4, cold_start_s=cold_start_s, pool=pool, begin=3)
-    Controller(policy, Scaling(2, 20, 15.0, 300.0)).run(fleet, 1800)
+    fleet = SimulatedFleet(ramp_jobs(), slots=4, cold_start_s=cold_start_s, pool=pool, begin=4)
+    Controller(policy, Scaling(3, 20, 15.0, 300.0)).run(fleet, 1800)
     return fleet.finish()
 
 
@@ -184,11 +184,12 @@ def step_up(cold_start_s: float, arrivals: float, services: float) -> int:
 
 
 def of_policy(decide: Callable[..., int], **settings: Any) -> Policy:
-    """A learner's function as a policy of the controller."""
+    """A learner's function as a policy of the controller. Until ten samples have come it sees only the last one: a line
+    through two of them follows their noise."""
 
     class Decides:
         def desired(self, history) -> int:
-            recent = [(each.at, each.rate) for each in history[-20:]]
+            recent = [(each.at, each.rate) for each in history[-20 if len(history) >= 10 else -1 :]]
             return decide(recent, history[-1].waiting, **settings)
 
     return Decides()

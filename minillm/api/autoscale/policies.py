@@ -90,6 +90,8 @@ class Predictive:
         middle, mean = fmean(at for at, _ in recent), fmean(rate for _, rate in recent)
         spread = sum((at - middle) ** 2 for at, _ in recent)
         slope = sum((at - middle) * (rate - mean) for at, rate in recent) / spread if spread else 0.0
+        if now - history[0].at < self.window_s / 2:
+            slope = 0.0  # a line through a few samples follows their noise
         return max(0.0, mean + slope * (self.ahead_s - middle))
 
     def seasonal(self, history: Sequence[Sample]) -> float:
