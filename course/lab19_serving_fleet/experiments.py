@@ -6,6 +6,7 @@ stage.py   a real engine on a simulated clock      queues.py, incidents.py: simu
 
 import asyncio
 import contextlib
+import random
 import subprocess
 import sys
 import threading
@@ -86,7 +87,7 @@ def wait_for(fits: Callable[[], bool]) -> None:
 @dataclass(frozen=True)
 class AtRate:
     """A server that takes one request at a time, at one rate. load: rate times service. wait: mean seconds in the
-    queue, measured. path: by Lindley's recursion from the arrivals that were sent and the mean service. formula: the
+    queue, measured. path: by Lindley's recursion from the arrivals that were sent and the services in any order. formula: the
     long run's mean, by Pollaczek and Khinchine."""
 
     load: float
@@ -108,7 +109,7 @@ def in_thread(coroutine) -> list:
 
 @cache
 @one_thread()
-def knee(loads: tuple[float, ...] = (0.3, 0.6, 0.85), count: int = 60) -> list[AtRate]:
+def knee(loads: tuple[float, ...] = (0.4, 0.7, 0.9), count: int = 60) -> list[AtRate]:
     """Over HTTP, with the draft model. loads: aimed at, by the time of requests sent one by one."""
     plan = Plan(count, Lengths((16, 16), (8, 8)), seed=19)
     with served(max_num_seqs=1) as url:
@@ -132,7 +133,9 @@ def at_rate(calls: list[Call]) -> AtRate:
     load = rate * mean
     formula = queueing.mean_wait_any_service(rate, mean, cv) if load < 1 else float("inf")
     wait = fmean(begin - at for begin, at in zip(begun, due, strict=True))
-    return AtRate(load, mean, cv, wait, fmean(queueing.waits(gaps, [mean] * len(gaps))), formula)
+    orders = [random.Random(seed).sample(services, len(services)) for seed in range(100)]
+    path = fmean(fmean(queueing.waits(gaps, order)) for order in orders)
+    return AtRate(load, mean, cv, wait, path, formula)
 
 
 # A stall, seen by two generators: simulated, in virtual time.

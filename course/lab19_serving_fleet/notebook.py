@@ -41,7 +41,8 @@ import hashlib
 import math
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab19_serving_fleet import experiments, figures, incidents, receipts
+from course.lab19_serving_fleet import figures, receipts
+from course.lab19_serving_fleet import receipts_measured as measured
 
 # %% [markdown]
 # ## Predict
@@ -94,10 +95,11 @@ receipts.pollaczek_khinchine()
 # %% [markdown]
 # The same on this machine: the draft model behind minillm's HTTP server, one request at a time, loaded by
 # `minillm.api.load` (`python -m minillm load`). *path* is the recursion of lab 21 for exactly the arrivals that were
-# sent; the formula speaks of the long run, from which sixty requests may be far.
+# sent, with the measured services in random order; the formula speaks of the long run, from which sixty requests may
+# be far.
 
 # %%
-receipts.measured_knee()
+measured.measured_knee()
 
 # %% [markdown]
 # ## Build it
@@ -358,7 +360,7 @@ receipts.autoscaling(replicas_wanted)
 # (`minillm_start_seconds` in its `/metrics`), alone and two at once:
 
 # %%
-receipts.cold_start()
+measured.cold_start()
 
 # %% [markdown]
 # With a large model *load* dominates: 140 GB from a network disk at 1 GB/s are 140 s. With this small one it is the
