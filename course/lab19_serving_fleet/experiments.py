@@ -87,8 +87,8 @@ def wait_for(fits: Callable[[], bool]) -> None:
 @dataclass(frozen=True)
 class AtRate:
     """A server that takes one request at a time, at one rate. load: rate times service. wait: mean seconds in the
-    queue, measured. path: by Lindley's recursion from the arrivals that were sent and the services in any order. formula: the
-    long run's mean, by Pollaczek and Khinchine."""
+    queue, measured. path: by Lindley's recursion from the arrivals that were sent and the services in any order.
+    formula: the long run's mean, by Pollaczek and Khinchine."""
 
     load: float
     service_s: float

@@ -26,8 +26,9 @@ from minillm.api.connection import (
     pump,
     while_connected,
 )
+from minillm.api.entry import Entry
 from minillm.api.errors import answer_errors
-from minillm.api.limits import Admission, ApiError, Entry, Keys, Limits
+from minillm.api.limits import Admission, ApiError, Keys, Limits
 from minillm.api.metrics import Metrics
 from minillm.api.protocol import ChatRequest, CompletionRequest, parsed
 from minillm.measure.start import Start
@@ -60,7 +61,7 @@ class Api:
         self.models, self.limits, self.keys = models, limits, keys
         self.served: dict[str, Served] = {}
         self.start = start
-        self.admission, self.metrics, self.ready = Admission(limits), Metrics(models), False
+        self.admission, self.metrics, self.ready = Admission(limits, keys), Metrics(models), False
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -103,6 +104,7 @@ class Api:
             logprobs = asked.logprobs
         room = max(1, context - longest) if chat else 16  # as OpenAI's two endpoints have it
         params = asked.sampling(served.defaults, logprobs, room)
+        opened.take(sum(len(each) + params.n * min(params.max_tokens, context - len(each)) for each in prompts))
         try:
             for prompt in prompts:
                 options = {"salt": opened.tenant, "timeout_s": self.limits.timeout_s}

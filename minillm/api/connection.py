@@ -15,6 +15,7 @@ from minillm.serve.async_engine import Stream
 from minillm.serve.requests.output import Output
 
 Result = TypeVar("Result")
+UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies that would keep events back
 
 
 class OpenRequest:
@@ -24,6 +25,7 @@ class OpenRequest:
     def __init__(self, admission: Admission, metrics: Metrics, tenant: str):
         self._admission, self._metrics, self.tenant = admission, metrics, tenant
         self.model, self.status, self._ended = "", "500", False
+        self._taken = 0
         self.streams: list[Stream] = []
         try:
             admission.enter(tenant)
@@ -31,10 +33,17 @@ class OpenRequest:
             metrics.requests.labels("", tenant, str(error.status)).inc()
             raise
 
+    def take(self, tokens: int) -> None:
+        """What it may use of the tenant's rate. ApiError if that has not so many now."""
+        self._admission.take(self.tenant, tokens)
+        self._taken = tokens
+
     def end(self) -> None:
         if self._ended:
             return
         self._ended = True
+        used = sum(tokens_of(stream.output) for stream in self.streams)
+        self._admission.put_back(self.tenant, max(0, self._taken - used))
         for stream in self.streams:
             stream.close()
             self._metrics.done(self.tenant, stream.output)
@@ -47,7 +56,7 @@ class ClosingResponse(StreamingResponse):
     read it within `timeout_s`."""
 
     def __init__(self, chunks: AsyncIterator[bytes], opened: OpenRequest, timeout_s: float):
-        super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(chunks, media_type="text/event-stream", headers=UNBUFFERED)
         self._opened, self._timeout_s = opened, timeout_s
 
     async def __call__(self, *given: Any) -> None:
@@ -113,6 +122,11 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
     finally:
         leaving.cancel()
         answers.cancel()
+
+
+def tokens_of(output: Output) -> int:
+    """Of the prompt, once, and of all answers."""
+    return len(output.prompt) + sum(len(answer.tokens) for answer in output.answers)
 
 
 def failure(error: str) -> ApiError:

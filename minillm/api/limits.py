@@ -1,19 +1,15 @@
 """Who may ask for how much: keys, sizes and numbers, each refused with OpenAI's error body and the right status."""
 
 import hmac
-import re
-import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from minillm.api.tenants import Terms
+from minillm.serve.schedule.fair import Share
 
-OPEN_PATHS = ("/health", "/ready", "/")  # need no key: probes, and the page that asks for one
 SHORTEST_KEY = 8
-REQUEST_ID = re.compile("req-[0-9a-f]{16}")
 LONGEST_MESSAGE, LONGEST_PARAM = 1000, 100  # characters of an error
 
 
@@ -62,29 +58,36 @@ class Limits:
 
 @dataclass
 class Keys:
-    """Secrets by tenant. Without any, everybody is the tenant "default"."""
+    """Secrets by tenant. Without any, everybody is the tenant "default". terms: of tenants that have some."""
 
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    terms: dict[str, Terms] = field(default_factory=dict)
 
     @classmethod
     def read(cls, key: str | None, file: Path | None) -> "Keys":
-        """key: one for all. file: lines "tenant key", lines that begin with # left out. ValueError if a line is not."""
+        """key: one for all. file: lines "tenant key", and `Terms` after that; lines that begin with # are left out.
+        ValueError if a line is not."""
         found = {} if key is None else {"default": key}
+        terms: dict[str, Terms] = {}
         if file is not None:
             for number, line in enumerate(_lines(file), 1):
                 words = line.split()
                 if not words or words[0].startswith("#"):
                     continue
-                if len(words) != 2:
+                if len(words) < 2:
                     raise ValueError(f"{file}, line {number}: write a tenant's name and its key, with a space between")
                 if words[0] in found:
                     raise ValueError(f"{file}, line {number}: the tenant {words[0]!r} stands there twice")
                 if words[1] in found.values():
                     raise ValueError(f"{file}, line {number}: {words[0]!r} has the key of another tenant")
                 found[words[0]] = words[1]
+                try:
+                    terms[words[0]] = Terms.read(words[2:])
+                except ValueError as error:
+                    raise ValueError(f"{file}, line {number}: {error}") from None
         if any(len(secret) < SHORTEST_KEY for secret in found.values()):
             raise ValueError("a key (--api-key, --api-keys) has fewer than 8 characters: choose a longer one")
-        return cls(found)
+        return cls(found, terms)
 
     def with_tenant(self, name: str, secret: str, option: str) -> "Keys":
         """These and one more. ValueError, which names the option, if the name or the key is another's."""
@@ -92,7 +95,7 @@ class Keys:
             raise ValueError(f"{option}: a tenant is named {name!r} or has the same key: change one of them")
         if len(secret) < SHORTEST_KEY:
             raise ValueError(f"{option} has fewer than {SHORTEST_KEY} characters: choose a longer one")
-        return Keys(self.secrets | {name: secret})
+        return Keys(self.secrets | {name: secret}, self.terms)
 
     def tenant(self, authorization: str | None) -> str:
         """Whose "Bearer KEY" this is; ApiError 401 if nobody's. Compares with every key, in constant time each.
@@ -107,6 +110,11 @@ class Keys:
         if not known:
             raise ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
         return known[0]
+
+
+def shares_of(keys: Keys) -> dict[str, Share]:
+    """For a `FairScheduler`: what each tenant's terms say of the engine."""
+    return {name: Share(terms.weight, terms.running) for name, terms in keys.terms.items()}
 
 
 def _printable(text: str, most: int) -> str:
@@ -124,14 +132,16 @@ def _lines(file: Path) -> list[str]:
 class Admission:
     """Counts open requests, from before their body is read. Nothing waits: a request enters or is refused."""
 
-    def __init__(self, limits: Limits):
-        self.limits, self.open = limits, Counter()
+    def __init__(self, limits: Limits, keys: Keys):
+        self.limits, self.keys, self.open = limits, keys, Counter()
+        self.buckets = {name: bucket for name, terms in keys.terms.items() if (bucket := terms.bucket()) is not None}
         self.draining = False
 
     def enter(self, tenant: str) -> None:
         if self.draining:
             raise ApiError(503, "the server is shutting down: ask another replica", "server_error", code="draining")
-        if self.open[tenant] >= self.limits.per_tenant:
+        own = self.keys.terms.get(tenant, Terms()).open
+        if self.open[tenant] >= min(self.limits.per_tenant, self.limits.per_tenant if own is None else own):
             what = f"{self.open[tenant]} requests of this tenant are open, which is its limit"
             raise ApiError(429, f"{what}: wait for one to end", "rate_limit_error", code="rate_limit_exceeded")
         if self.open.total() >= self.limits.open_requests:
@@ -142,47 +152,14 @@ class Admission:
     def leave(self, tenant: str) -> None:
         self.open[tenant] -= 1
 
+    def take(self, tenant: str, tokens: int) -> None:
+        """Tokens that a request may use, before it runs; what it does not is `put_back`. ApiError 429 with the seconds
+        to wait if the tenant's rate does not allow it now."""
+        bucket = self.buckets.get(tenant)
+        if bucket is not None and (wait_s := bucket.take(tokens)) > 0:
+            what = f"{tokens} tokens are more than this tenant's rate allows now: wait {wait_s:.1f} seconds"
+            raise ApiError(429, what, "rate_limit_error", code="rate_limit_exceeded", retry_after_s=wait_s)
 
-class Entry:
-    """The outermost layer: gives each request an id, asks for its key, and refuses a body that is too long before it
-    is kept, by its Content-Length or when more than that has come."""
-
-    def __init__(self, app: ASGIApp, keys: Keys, most: int):
-        self.app, self.keys, self.most = app, keys, most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        state = scope.setdefault("state", {})
-        given = headers.get(b"x-request-id", b"").decode("latin-1")  # a router's
-        state["id"] = request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = message | {"headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
-            await send(message)
-
-        try:
-            if scope["path"] not in OPEN_PATHS:
-                state["tenant"] = self.keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
-            self._check(int(headers.get(b"content-length", b"0")))
-        except ApiError as error:  # the body is not read, so the connection cannot serve another request
-            answer = JSONResponse(error.body(request_id), error.status, {"connection": "close"})
-            await answer(scope, receive, named)
-            return
-        seen = 0
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            self._check(seen)
-            return message
-
-        await self.app(scope, counted, named)
-
-    def _check(self, length: int) -> None:
-        if length > self.most:
-            raise ApiError(413, f"the body has more than {self.most:,} bytes", code="body_too_large")
+    def put_back(self, tenant: str, tokens: int) -> None:
+        if tenant in self.buckets:
+            self.buckets[tenant].put_back(tokens)

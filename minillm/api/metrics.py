@@ -1,10 +1,15 @@
 """What an operator sees: counts and times by tenant, and the engine's state when Prometheus asks for it."""
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from minillm.measure.start import Start
 from minillm.serve.engine import LLM
 from minillm.serve.requests.output import Output
+from minillm.serve.schedule.fair import FairScheduler
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 1)
@@ -31,6 +36,7 @@ class Metrics:
             gauge = Gauge(name, help_text, ("model",), **own)
             for model, llm in engines.items():
                 gauge.labels(model).set_function(lambda llm=llm, read=read: float(max(0, read(llm))))
+        self.registry.register(Shares(engines))
 
     def done(self, tenant: str, output: Output) -> None:
         """Times and tokens of a request that has ended."""
@@ -51,6 +57,27 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class Shares(Collector):
+    """What the schedulers know of each tenant, read when Prometheus asks."""
+
+    def __init__(self, engines: dict[str, LLM]):
+        fair = {name: llm.scheduler for name, llm in engines.items() if isinstance(llm.scheduler, FairScheduler)}
+        self._schedulers = fair
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("model", "tenant")
+        held = CounterMetricFamily("minillm_block_seconds", "blocks of the cache, times seconds held", labels=labels)
+        counter = GaugeMetricFamily("minillm_fair_counter", "virtual token counter: the least is next", labels=labels)
+        running = GaugeMetricFamily("minillm_tenant_running_sequences", "of each tenant in the batch", labels=labels)
+        for model, scheduler in self._schedulers.items():
+            shares = list(scheduler.shares.items())  # the engine's thread may add one meanwhile
+            for tenant, share in (each for each in shares if each[0]):  # without a name: the server's own warm-up
+                held.add_metric((model, tenant), share.block_seconds)
+                counter.add_metric((model, tenant), share.counter)
+                running.add_metric((model, tenant), share.running)
+        yield from (held, counter, running)
 
 
 def _waiting(llm: LLM) -> int:

@@ -5,7 +5,7 @@ accept ──▶ event loop (HTTP) ──▶ AsyncLLM's thread (forward passes) 
 
 import asyncio
 import contextlib
-import ipaddress
+import json
 import os
 import signal
 import socket
@@ -15,7 +15,11 @@ from functools import partial
 import uvicorn
 from fastapi import FastAPI
 
+from minillm.api.entry import new_request_id
+from minillm.api.limits import ApiError
+
 DRAIN_S = 30.0  # for open requests after SIGTERM; then they are cut off
+UNREAD_LOOKS = 5  # while it drains, one a second
 FIRST_REQUEST_S = 10.0  # for the headers of a connection's first request
 
 
@@ -25,6 +29,27 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: object) -> None:
         self.config.app.state.api.admission.draining = True
         super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Clients that read nothing are not waited for."""
+        cutting = asyncio.create_task(self._cut_off_unread())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cutting.cancel()
+
+    async def _cut_off_unread(self) -> None:
+        """Closes connections that have bytes to send, of which for `UNREAD_LOOKS` seconds none could be sent."""
+        unread: dict[asyncio.Protocol, tuple[int, int]] = {}  # bytes to send, and looks since they changed
+        while True:
+            before, unread = unread, {}
+            for connection in list(self.server_state.connections):
+                size = connection.transport.get_write_buffer_size()
+                last, looks = before.get(connection, (0, 0))
+                unread[connection] = (size, looks + 1 if size and size == last else 0)
+                if unread[connection][1] >= UNREAD_LOOKS:
+                    connection.transport.abort()
+            await asyncio.sleep(1.0)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -46,13 +71,6 @@ def url_of(host: str, listening: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def with_deadline(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
     """uvicorn's protocol, which by itself waits forever for the first request of a connection."""
 
@@ -64,6 +82,16 @@ def with_deadline(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
         def close_if_silent(self) -> None:
             if self.cycle is None:  # no request's headers have come
                 self.transport.close()
+
+        def send_400_response(self, msg: str) -> None:
+            """What was sent is not HTTP. uvicorn's own answer has neither an id nor OpenAI's shape."""
+            if self.cycle is None or self.cycle.response_complete:  # else this would stand within another answer
+                request_id = new_request_id()
+                body = json.dumps(ApiError(400, msg, code="not_http").body(request_id)).encode()
+                head = ("HTTP/1.1 400 Bad Request", "content-type: application/json", f"x-request-id: {request_id}",
+                        f"content-length: {len(body)}", "connection: close", "", "")  # fmt: skip
+                self.transport.write("\r\n".join(head).encode() + body)
+            self.transport.close()
 
     return FirstRequestDeadline
 

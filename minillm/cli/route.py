@@ -52,12 +52,13 @@ def command(
     """Put several servers behind one address."""
     if missing := [each for each in NEEDED if find_spec(each) is None]:
         raise ValueError(f"route needs {', '.join(missing)}: pip install 'minillm[serve]', or requirements.txt")
+    from minillm.api.entry import is_loopback
     from minillm.api.limits import Keys, Limits
     from minillm.api.router.app import OPERATOR, RouterOptions, create_router
     from minillm.api.router.fleet import checked_url
     from minillm.api.router.processes import CHOSEN_HERE, Processes
     from minillm.api.router.spawned import Spawned
-    from minillm.api.run import bind, is_loopback, serve, url_of
+    from minillm.api.run import bind, serve, url_of
 
     options = RouterOptions(policy, load_bound, prefix, attempts, retry_share, check_s=check)
     keys = Keys.read(api_key, api_keys)

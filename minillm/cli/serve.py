@@ -7,6 +7,7 @@ It listens on this machine only unless a key is given with --api-key or --api-ke
 requests first.
 """
 
+import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +20,12 @@ from typer import Option
 from minillm.model.generate import device_of
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
+from minillm.serve.schedule.fair import FairScheduler, Share
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL, LIMIT, SAFETY = (partial(Option, rich_help_panel=panel) for panel in ("Model", "Limits", "Safety"))
+ORDERS = ("fair", "arrival")
 NEEDED = ("fastapi", "httpx", "uvicorn", "prometheus_client")
 
 
@@ -62,6 +65,9 @@ def command(
     timeout: Annotated[float, LIMIT(help="Seconds from a request to its last token.", min=0.001)] = 600.0,
     max_num_seqs: Annotated[int | None, LIMIT(help="Sequences in a batch.", min=1)] = None,
     token_budget: Annotated[int | None, LIMIT(help="Tokens of a step.", min=1)] = None,
+    order: Annotated[
+        str, LIMIT(help="Who is next: fair (the tenant that had least, by weight) or arrival (first come).")
+    ] = "fair",
     until_stdin_closes: Annotated[
         bool, SAFETY(help="Shut down when standard input closes, as it does when a parent process dies.")
     ] = False,
@@ -69,8 +75,9 @@ def command(
     """Serve a model over HTTP to any OpenAI client."""
     check_installed("serve")
     from minillm.api.app import create_app
-    from minillm.api.limits import Keys, Limits
-    from minillm.api.run import bind, is_loopback, serve, url_of
+    from minillm.api.entry import is_loopback
+    from minillm.api.limits import Keys, Limits, shares_of
+    from minillm.api.run import bind, serve, url_of
     from minillm.measure.start import Start
 
     start = Start()
@@ -78,17 +85,21 @@ def command(
     keys = Keys.read(api_key, api_keys)
     if not is_loopback(host) and not keys.secrets:
         raise ValueError(f"--host {host} is open to others: give a key with --api-key or --api-keys FILE")
-    for option, value, known in (("dtype", dtype, DTYPES), ("kv", kv, KV_FORMATS)):
+    for option, value, known in (("dtype", dtype, DTYPES), ("kv", kv, KV_FORMATS), ("order", order, ORDERS)):
         if value is not None and value not in known:
             raise ValueError(f"--{option} {value} is unknown: use one of {', '.join(known)}")
     drafter = speculate or ("draft" if model == "target" else "none")
     if drafter not in (*PROPOSERS, "none"):
         raise ValueError(f"--speculate: no proposer {drafter!r}: use one of {', '.join(PROPOSERS)}, or none")
+    if order == "arrival" and any(share != Share() for share in shares_of(keys).values()):
+        raise ValueError("--order arrival knows no tenants: leave weight= and running= out of --api-keys, or use fair")
     limits = Limits(max_body, max_prompt, max_n, max_open, max_open_per_tenant, timeout)
     listening = bind(host, port)
     try:
         engine = {"max_num_seqs": max_num_seqs, "token_budget": token_budget, "kv_dtype": kv}
         options = {key: value for key, value in engine.items() if value is not None}
+        if order == "fair":
+            options["scheduler"] = partial(FairScheduler, shares=shares_of(keys), clock=time.perf_counter)
         where = {
             "device": None if device is None else device_of(device),
             "dtype": None if dtype is None else DTYPES[dtype],

@@ -1,9 +1,9 @@
-"""A fleet of real processes: `python -m minillm serve`, added to a router when they are ready and drained before they end.
+"""A fleet of real processes: `python -m minillm serve`, added to a router when ready and drained before they end.
 
     want ──▶ too few: from the pool, else start ──▶ /ready ──▶ pool ──▶ POST /replicas
              too many: DELETE /replicas drains it ──▶ SIGTERM
 
-Replicas that the router has from elsewhere count, and are left alone. The processes end with this one, however that ends.
+Replicas that the router has from elsewhere count, and are left alone. The processes end with this one, whatever ends it.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class StartTime:
 
 
 class ProcessFleet:
-    """router: its URL. pool: replicas that are ready and get no requests. key: of an operator, where the router has keys;
-    replica_key: with which replicas show their metrics. starts: what each start took."""
+    """router: its URL. pool: replicas that are ready and get no requests. key: of an operator, where the router has
+    keys; replica_key: with which replicas show their metrics. starts: what each start took."""
 
     def __init__(
         self,

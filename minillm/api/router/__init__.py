@@ -18,7 +18,7 @@ Reading order:
 For programs:
 - `policy.choose(loads, key) -> index`: `Load(name, outstanding)` of each replica that may be chosen, `key` the bytes
   that requests with a common prefix share. A policy knows no clock and no network, so that a simulation drives it.
-- `RetryBudget(share, reserve)`: `deposit()` for each request, `withdraw() -> bool` for each retry.
+- `RetryBudget(share, reserve)`: `deposit()` for each request, `withdraw() -> bool` for each retry on a replica's "no".
 - `Fleet.add(url)`, `await Fleet.drain(url, timeout_s)`, `Fleet.remove(url)`, `Fleet.replicas`.
 - `await Spawned.resize(n)`, `await Spawned.restart()`, `Spawned.wanted`.
 Over HTTP, from this machine or with `--admin-key`:

@@ -16,8 +16,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from minillm.api.connection import ClosingResponse, body_of, while_connected
+from minillm.api.entry import Entry
 from minillm.api.errors import answer_errors
-from minillm.api.limits import Admission, ApiError, Entry, Keys, Limits
+from minillm.api.limits import Admission, ApiError, Keys, Limits
 from minillm.api.router.budget import RetryBudget
 from minillm.api.router.fleet import Fleet
 from minillm.api.router.forward import SENT, Asked, Forwarder, Passing
@@ -89,7 +90,7 @@ class Router:
         spawn: Callable[[Fleet], Spawned] | None = None,
     ):
         self.options, self.limits, self.keys = options, limits, keys
-        self.admission, self.metrics = Admission(limits), RouterMetrics()
+        self.admission, self.metrics = Admission(limits, keys), RouterMetrics()
         self.budget = RetryBudget(options.retry_share, options.retry_reserve)
         self._urls, self._spawn = list(replicas), spawn
         self.fleet: Fleet | None = None

@@ -2,7 +2,8 @@
 
 With k attempts each, a fleet that cannot serve its load is sent up to k times that load: a retry storm, which keeps it
 down. A budget that each request fills a little, and each retry empties by one, bounds the sum of both to 1 + share
-times the requests (as in Finagle, Envoy and the Google SRE book, "Handling Overload").
+times the requests (as in Finagle, Envoy and the Google SRE book, "Handling Overload"). It is for replicas that refuse
+or break off and go on; what moves away from one that is gone is not more load, and not counted.
 """
 
 

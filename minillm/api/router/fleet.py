@@ -18,7 +18,8 @@ START_POLL_S = 0.1  # between the checks of a replica that was never ready
 
 @dataclass(eq=False)
 class Replica:
-    """outstanding: requests it was sent that have not ended. ejected, idle: set while it is."""
+    """outstanding: requests it was sent that have not ended. ejected, idle: set while it is. looking: a check that was
+    asked for beside the regular ones."""
 
     url: str
     health: Health = field(default_factory=Health)
@@ -26,6 +27,7 @@ class Replica:
     draining: bool = False
     ejected: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    looking: asyncio.Task | None = None
 
     def __post_init__(self):
         self.idle.set()
@@ -117,15 +119,25 @@ class Fleet:
         for url in list(self.replicas):
             self.remove(url)
 
+    async def look(self, replica: Replica) -> None:
+        """A check at once, one for all who ask for it at the same time: is it gone, or did it lose one connection?"""
+        if replica.looking is None:
+            replica.looking = asyncio.create_task(self._check(replica))
+            replica.looking.add_done_callback(lambda _: setattr(replica, "looking", None))
+        await asyncio.shield(replica.looking)
+
+    async def _check(self, replica: Replica) -> None:
+        try:
+            answer = await self.client.get(f"{replica.url}/ready", timeout=self.timeout_s)
+            replica.observe(answer.status_code == 200)
+        except httpx.ConnectError:
+            replica.eject()
+        except httpx.HTTPError:
+            replica.observe(False)
+
     async def _watch(self, replica: Replica) -> None:
         while True:
-            try:
-                answer = await self.client.get(f"{replica.url}/ready", timeout=self.timeout_s)
-                replica.observe(answer.status_code == 200)
-            except httpx.ConnectError:
-                replica.eject()
-            except httpx.HTTPError:
-                replica.observe(False)
+            await self._check(replica)
             await asyncio.sleep(self.interval_s if replica.health.seen else min(START_POLL_S, self.interval_s))
 
 

@@ -74,6 +74,8 @@ class Forwarder:
             try:
                 return await self._attempt(replica, asked)
             except AttemptFailed as failed:
+                if failed.outcome == "lost":
+                    await self.fleet.look(replica)
                 tried.append(replica)
                 replica = self._another(asked, tried, failed.outcome)
                 if replica is None and failed.answer is not None:
@@ -83,11 +85,12 @@ class Forwarder:
                     raise ApiError(502, what, "server_error", code="replica_lost") from failed
 
     def _another(self, asked: Asked, tried: list[Replica], outcome: str) -> Replica | None:
-        """The next replica to try; None if there is none, or if the budget has no retry left."""
+        """The next replica to try; None if there is none, or if the budget has no retry left. One that is gone computes
+        nothing any more: what it had moves, which adds nothing to the load and costs no budget."""
         if len(tried) >= self.attempts:
             return None
         replica = self.fleet.choose(asked.key, without=tried)
-        if replica is not None and not self.budget.withdraw():
+        if replica is not None and tried[-1].health.ready and not self.budget.withdraw():
             self.metrics.starved.inc()
             return None
         if replica is not None:

@@ -15,13 +15,13 @@ from tests.engine.api.test_clients import LONG, raw
 
 from minillm.api import run as run_module  # isort: skip
 from minillm.api.answers import Shape, TextOffsets, event
-from minillm.api.app import Api
+from minillm.api.app import Api, create_app
 from minillm.api.connection import check_ending
 from minillm.api.limits import ApiError, Keys, Limits
 from minillm.api.protocol import ChatRequest, CompletionRequest, parsed
 from minillm.api.run import bind, url_of
 
-HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n"
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n"
 
 
 def connected(url: str) -> socket.socket:
@@ -247,3 +247,72 @@ def test_an_address_of_ipv6_is_a_url():
         pytest.skip("this machine has no IPv6")
     with listening:
         assert url_of("::1", listening) == f"http://[::1]:{listening.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("sent", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/9\r\nhost: x\r\n\r\n"])
+def test_what_is_not_http_is_answered_with_an_id(served, sent):
+    with connected(served.url) as connection:
+        connection.sendall(sent)
+        head, _, body = b"".join(iter(lambda: connection.recv(4096), b"")).partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert head.startswith(b"HTTP/1.1 400") and error["code"] == "not_http"
+    assert f"x-request-id: {error['request_id']}".encode() in head
+
+
+LOCAL = ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:1", "[::1]:8000", "127.9.9.9:80"]
+ELSEWHERE = [
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "192.168.0.9",
+    "127.0.0.1.nip.io",
+    "[::2]",
+    "",
+]
+
+
+@pytest.mark.parametrize("host", LOCAL + ELSEWHERE)
+def test_without_keys_only_names_of_this_machine_are_answered(served, host):
+    for path in ("/", "/v1/models", "/health"):
+        answer = httpx.get(f"{served.url}{path}", headers={"host": host})
+        assert answer.status_code == (200 if host in LOCAL else 403), (host, path)
+
+
+def test_without_keys_no_page_from_elsewhere_is_answered(served):
+    name = served.url.removeprefix("http://")
+    for origin, status in ((served.url, 200), ("http://evil.example", 403), ("null", 403), (f"https://{name}", 403)):
+        content = json.dumps({"model": "draft", "prompt": "def ", "max_tokens": 2})
+        headers = {"origin": origin, "content-type": "text/plain"}  # which a browser sends without asking first
+        answer = httpx.post(f"{served.url}/v1/completions", content=content, headers=headers, timeout=60)
+        assert answer.status_code == status, origin
+    assert answer.json()["error"]["code"] == "origin_not_allowed"
+
+
+def test_with_keys_any_name_is_answered():
+    with running(engine(), keys=Keys({"ada": "secret-of-ada"})) as found:
+        headers = {"authorization": "Bearer secret-of-ada", "host": "models.example", "origin": "https://app.example"}
+        assert httpx.get(f"{found.url}/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.full
+def test_a_client_that_reads_nothing_does_not_hold_up_the_end(monkeypatch):
+    """Its answer does not fit the buffers between; one that is read meanwhile comes to its end."""
+    monkeypatch.setattr(run_module, "UNREAD_LOOKS", 1)
+    app = create_app({"draft": engine()})
+    listening = bind("127.0.0.1", 0)
+    server = run_module.DrainingServer(run_module.uvicorn_config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    unread = raw(url, LONG | {"stream": True, "n": 16, "logprobs": 20})
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        connections = server.server_state.connections
+        until(lambda: any(each.flow.write_paused for each in connections), "all of it fitted the buffers")
+        server.should_exit = True
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    thread.join(60)
+    assert not thread.is_alive()
+    unread.close()

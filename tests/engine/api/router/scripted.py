@@ -31,8 +31,20 @@ class Replica:
     url: str = ""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     server: asyncio.Server | None = None
+    writers: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    def die(self) -> None:
+        """As if its process was killed: nobody listens, and every connection is reset."""
+
+        def end() -> None:
+            self.server.close()
+            for writer in self.writers:
+                writer.transport.abort()
+
+        self.loop.call_soon_threadsafe(end)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.add(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()

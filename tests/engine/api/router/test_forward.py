@@ -2,6 +2,7 @@
 
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -192,3 +193,17 @@ def test_what_is_no_url_is_refused(url):
     with routed([]) as found:
         assert CLIENT.post(f"{found.url}/replicas", json={"url": url}).status_code == 400
         assert CLIENT.post(f"{found.url}/replicas/count", json={"count": 2}).json()["error"]["code"] == "no_spawn"
+
+
+def test_all_that_waits_at_a_replica_moves_when_it_dies_whatever_the_budget():
+    """Thirty requests without a token; a budget for retries would be two."""
+    options = {"retry_share": 0.0, "retry_reserve": 2.0, "check_s": 30.0}
+    with replicas(silent(), stream(3)) as made, routed([each.url for each in made], **options) as found:
+        found.router.fleet.of(made[1].url).health.eject()
+        with ThreadPoolExecutor(30) as pool:
+            answers = [pool.submit(post, found) for _ in range(30)]
+            until(lambda: served(made) == [30, 0])
+            found.router.fleet.of(made[1].url).health.ready = True
+            made[0].die()
+            assert all(each.result().content.endswith(DONE) for each in answers)
+        assert found.router.budget.balance == 2.0 and served(made) == [30, 30]
