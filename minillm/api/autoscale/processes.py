@@ -3,7 +3,7 @@
     want ──▶ too few: from the pool, else start ──▶ /ready ──▶ pool ──▶ POST /replicas
              too many: DELETE /replicas drains it ──▶ SIGTERM
 
-Replicas that the router has from elsewhere count, and are left alone. The processes end with this one, whatever ends it.
+Replicas that the router has from elsewhere count, and are left alone. The processes end with this one, however it ends.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample as Metric
 
 from minillm.api.autoscale.policies import Sample
 from minillm.api.router.processes import Processes, ReplicaProcess
@@ -107,12 +108,15 @@ class ProcessFleet:
             raise RuntimeError(f"the router {self.router} does not answer ({error or type(error).__name__})") from None
 
     async def _metric(self, url: str, name: str, headers: dict[str, str]) -> float:
-        """The sum of a metric's samples; 0 where it cannot be had: a replica may be on its way out."""
+        return sum(each.value for each in await self._samples(url, name, headers))
+
+    async def _samples(self, url: str, name: str, headers: dict[str, str]) -> list[Metric]:
+        """Of a metric; none where it cannot be had: a replica may be on its way out, or no server of minillm's."""
         with suppress(httpx.HTTPError, ValueError):
             answer = await self._client.get(f"{url}/metrics", headers=headers)
             families = text_string_to_metric_families(answer.text) if answer.status_code == 200 else ()
-            return sum(each.value for family in families for each in family.samples if each.name == name)
-        return 0.0
+            return [each for family in families for each in family.samples if each.name == name]
+        return []
 
     async def _resize(self, count: int) -> None:
         own = {each.url for each in self._serving}
@@ -148,7 +152,9 @@ class ProcessFleet:
                     return
                 await asyncio.sleep(POLL_S)
             seconds = time.monotonic() - process.started
-            self.starts.append(StartTime(process.url, seconds, await self._phases(process.url)))
+            phases = await self._samples(process.url, "minillm_start_seconds", self._replica_headers)
+            split = {each.labels["phase"]: each.value for each in phases}
+            self.starts.append(StartTime(process.url, seconds, split))
             self._pool.append(process)
         except BaseException:
             await self.processes.stop(process)
@@ -161,12 +167,6 @@ class ProcessFleet:
         with suppress(httpx.HTTPError):
             return (await self._client.get(f"{url}/ready")).status_code == 200
         return False
-
-    async def _phases(self, url: str) -> dict[str, float]:
-        answer = await self._client.get(f"{url}/metrics", headers=self._replica_headers)
-        families = text_string_to_metric_families(answer.text) if answer.status_code == 200 else ()
-        samples = [each for family in families for each in family.samples if each.name == "minillm_start_seconds"]
-        return {each.labels["phase"]: each.value for each in samples}
 
     async def _retire(self, process: ReplicaProcess) -> None:
         question = {"url": process.url, "wait_s": DRAIN_S}
