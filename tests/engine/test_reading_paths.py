@@ -44,6 +44,9 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "rounding with calibration": ("quantize", "calibrate rescale gptq in_place", 480),
     "quantized folders": ("quantize", "folder words hub", 420),
     "adapters": ("adapters", "lora attach parallel start peft_folder", 800),
+    "a request over HTTP": ("api", "entry app protocol connection answers limits tenants", 1300),
+    "a router": ("api/router", "policies health budget fleet forward app", 950),
+    "fair sharing": ("serve", "schedule/fair schedule/scheduler", 500),
     "sampler": ("serve", "sample/reference sample/batch sample/selection", 450),
 }
 

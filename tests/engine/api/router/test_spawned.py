@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import httpx
@@ -79,8 +79,10 @@ def routing(count: int, *options: str) -> Iterator[Route]:
         assert not any(child.is_running() for child in children), "a replica has outlived its router"
         assert not any("Traceback" in line for line in found.log), "".join(found.log)
     finally:
-        for each in [*children, process]:
-            each.kill()
+        for each in children:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.kill()
         process.wait()
 
 
