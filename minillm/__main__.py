@@ -40,6 +40,8 @@ GROUPS = {  # in the order in which a newcomer meets them: name -> (module, what
         "generate": ("minillm.cli.generate", "write on from a prompt, or from a file of prompts"),
         "serve": ("minillm.cli.serve", "answer OpenAI's clients over HTTP"),
         "route": ("minillm.cli.route", "put several servers behind one address"),
+        "autoscale": ("minillm.cli.autoscale", "start and end replicas behind a router as its load asks for"),
+        "load": ("minillm.cli.load", "send a server requests at given rates, and say what their callers got"),
     },
     "Maintain": {
         "notebooks": ("course.commands.notebooks", "build the labs and execute their solutions"),

@@ -15,6 +15,8 @@
     run.py        uvicorn: one process, one event loop, the engine in its own thread; SIGTERM drains
     page.html     a page to try it on, without anything from elsewhere
     router/       several servers behind one address: `python -m minillm route`
+    autoscale/    how many of them there should be
+    load/         requests at given rates to any such server, and what their callers got
 
 Nothing here decides what a token is: `LLM.generate` with the same SamplingParams gives the same answer.
 """

@@ -31,6 +31,7 @@ from minillm.api.errors import answer_errors
 from minillm.api.limits import Admission, ApiError, Keys, Limits
 from minillm.api.metrics import Metrics
 from minillm.api.protocol import ChatRequest, CompletionRequest, parsed
+from minillm.measure.start import Start
 from minillm.serve.async_engine import AsyncLLM
 from minillm.serve.engine import LLM
 from minillm.serve.requests.params import SamplingParams
@@ -59,12 +60,13 @@ class Api:
     """What the routes share. models: engines by the names under which clients ask for them; their adapters have the
     names of their own stores. ValueError for a name that is there twice."""
 
-    def __init__(self, models: dict[str, LLM], limits: Limits, keys: Keys):
+    def __init__(self, models: dict[str, LLM], limits: Limits, keys: Keys, start: Start | None = None):
         names = [*models, *(name for llm in models.values() if llm.adapters for name in llm.adapters.names)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two models are called {twice!r}: give one of them another name.")
         self.models, self.limits, self.keys = models, limits, keys
         self.served: dict[str, Served] = {}
+        self.start = start
         self.admission, self.metrics, self.ready = Admission(limits, keys), Metrics(models), False
 
     @asynccontextmanager
@@ -75,6 +77,9 @@ class Api:
             await served.engine.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))
             for name in served.llm.adapters.names if served.llm.adapters else ():
                 self.served[name] = replace(served, adapter=name, parent=base)
+        if self.start is not None:
+            self.start.end("warm-up")
+            self.metrics.started(self.start)
         self.ready = True
         yield
         self.ready = False
@@ -214,9 +219,12 @@ class Api:
                 task.cancel()
 
 
-def create_app(models: dict[str, LLM], limits: Limits | None = None, keys: Keys | None = None) -> FastAPI:
-    """models: engines with a tokenizer, by name; this app takes their steps while it runs."""
-    api = Api(models, limits or Limits(), keys or Keys())
+def create_app(
+    models: dict[str, LLM], limits: Limits | None = None, keys: Keys | None = None, start: Start | None = None
+) -> FastAPI:
+    """models: engines with a tokenizer, by name; this app takes their steps while it runs. start: of this process,
+    which ends with the warm-up."""
+    api = Api(models, limits or Limits(), keys or Keys(), start)
     app = FastAPI(title="minillm", lifespan=api.lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.api = api
     answer_errors(app)

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from minillm.measure.start import Start
 from minillm.serve.engine import LLM
 from minillm.serve.requests.output import Output
 from minillm.serve.schedule.fair import FairScheduler
@@ -47,6 +48,12 @@ class Metrics:
         for histogram, seconds in (*times, (self.whole, output.timing.end_to_end)):
             if seconds is not None:
                 histogram.labels(tenant).observe(seconds)
+
+    def started(self, start: Start) -> None:
+        """Where the time of this process's start went."""
+        gauge = Gauge("minillm_start_seconds", "of this process's start", ("phase",), registry=self.registry)
+        for phase, seconds in start.phases.items():
+            gauge.labels(phase).set(seconds)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -24,12 +24,13 @@ EARLY_S = 1e-9  # so much before its time something is on time: clocks round
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request to come. at: seconds after the start."""
+    """A request to come. at: seconds after the start. tenant: who sends it, where that matters."""
 
     at: float
     prompt: list[int]
     params: SamplingParams
     priority: int = 0
+    tenant: str = ""
 
 
 def uniform(count: int, *, max_tokens: int, **options) -> list[Arrival]:
@@ -56,7 +57,9 @@ def arrivals(
     *,
     prompt_tokens: int | tuple[int, int],
     rate: float | None = None,
+    times: Sequence[float] | None = None,
     shared_prefix: int = 0,
+    groups: int = 1,
     vocab_size: int | None = None,
     text: Sequence[int] | None = None,
     seed: int = 0,
@@ -64,9 +67,10 @@ def arrivals(
 ) -> list[Arrival]:
     """One request for each answer length; it ends there and nowhere else (end of text is ignored).
 
-    prompt_tokens: of every prompt, or (least, most). shared_prefix: so many of them, the first, are the same in all.
-    rate: requests per second, Poisson; None = all at once. Prompts are random ids below vocab_size, or cut from `text`
-    (token ids). sampling: what else `SamplingParams` takes; request i draws with seed i.
+    prompt_tokens: of every prompt, or (least, most). shared_prefix: so many of them, the first, are the same in all
+    prompts of a group; each request falls into one of `groups` by chance. rate: requests per second, Poisson; None =
+    all at once, or at the given `times` (seconds from the start, see `arrival_times.py`). Prompts are random ids below
+    vocab_size, or cut from `text` (token ids). sampling: what else `SamplingParams` takes; request i draws with seed i.
     """
     least, most = prompt_tokens if isinstance(prompt_tokens, tuple) else (prompt_tokens, prompt_tokens)
     if not 1 <= least <= most or not 0 <= shared_prefix <= least:
@@ -76,6 +80,10 @@ def arrivals(
         )
     if rate is not None and not rate > 0:
         raise ValueError(f"rate {rate} must be above 0 requests per second, or None for all at once.")
+    if times is not None and (rate is not None or len(times) != len(lengths)):
+        raise ValueError(f"give a rate or {len(lengths)} times, one for each request; not both, and not {len(times)}.")
+    if groups < 1:
+        raise ValueError(f"groups {groups} must be at least 1.")
     if (vocab_size is None) == (text is None):
         raise ValueError("give either vocab_size (random prompts) or text (token ids to cut prompts from).")
     if text is not None and len(text) < most:
@@ -88,10 +96,15 @@ def arrivals(
         start = rng.randrange(len(text) - length + 1)
         return [int(token) for token in text[start : start + length]]
 
-    prefix = cut(shared_prefix)
-    times = accumulate(rng.expovariate(rate) if rate is not None else 0.0 for _ in lengths)
+    prefixes = [cut(shared_prefix) for _ in range(groups)]
+
+    def prefix() -> list[int]:
+        return prefixes[rng.randrange(groups) if groups > 1 else 0]
+
+    if times is None:
+        times = accumulate(rng.expovariate(rate) if rate is not None else 0.0 for _ in lengths)
     return [
-        Arrival(at, prefix + cut(rng.randint(least, most) - shared_prefix), _params(length, seed=number, **sampling))
+        Arrival(at, prefix() + cut(rng.randint(least, most) - shared_prefix), _params(length, seed=number, **sampling))
         for number, (at, length) in enumerate(zip(times, lengths, strict=True))
     ]
 

@@ -45,6 +45,15 @@ EXAMPLES = {
         "route --replicas http://127.0.0.1:8001,http://127.0.0.1:8002 --port 0 --policy prefix-affinity",
         "route --spawn 2 -- --model my-model --speculate none",
     ),
+    "autoscale": (
+        "autoscale http://127.0.0.1:8000 --most 4 --target 8",
+        "autoscale http://127.0.0.1:8000 --policy predictive --capacity 6 --pool 1 -- --model my-model",
+    ),
+    "load": (
+        "load http://127.0.0.1:8000 --rate 4,8,16 --figure load.png",
+        "load http://127.0.0.1:8000 --rate 8 --cv 4 --lengths 16-128:8-64 --json load.json",
+        "load http://127.0.0.1:8000 --trace day.jsonl",
+    ),
     "notebooks": ("notebooks 01", "notebooks --check"),
     "figures": ("figures 01 --out pictures",),
 }

@@ -27,7 +27,7 @@ from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL, LIMIT, SAFETY = (partial(Option, rich_help_panel=panel) for panel in ("Model", "Limits", "Safety"))
 ORDERS = ("fair", "arrival")
-NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+NEEDED = ("fastapi", "httpx", "uvicorn", "prometheus_client")
 
 
 def command(
@@ -80,13 +80,15 @@ def command(
     ] = False,
 ) -> int:
     """Serve a model over HTTP to any OpenAI client."""
-    if missing := [each for each in NEEDED if find_spec(each) is None]:
-        raise ValueError(f"serve needs {', '.join(missing)}: pip install 'minillm[serve]', or requirements.txt")
+    check_installed("serve")
     from minillm.api.app import create_app
     from minillm.api.entry import is_loopback
     from minillm.api.limits import Keys, Limits, shares_of
     from minillm.api.run import bind, serve, url_of
+    from minillm.measure.start import Start
 
+    start = Start()
+    start.end("imports")
     keys = Keys.read(api_key, api_keys)
     if not is_loopback(host) and not keys.secrets:
         raise ValueError(f"--host {host} is open to others: give a key with --api-key or --api-keys FILE")
@@ -114,10 +116,12 @@ def command(
         if folders:
             options["adapters"] = {"budget_bytes": adapter_mb << 20, "max_adapters": max_adapters, "folders": folders}
         llm = _engine(model, drafter, k, where, options)
+        start.end("load")
         known = name or (Path(model).name if Path(model).is_dir() else model)
         address = url_of(host, listening)
         typer.echo(f"{known}: {address}/v1 for OpenAI's clients, {address}/ to try it in a browser", err=True)
-        serve(create_app({known: llm}, limits, keys), listening, until_stdin_closes=until_stdin_closes)
+        app = create_app({known: llm}, limits, keys, start)
+        serve(app, listening, until_stdin_closes=until_stdin_closes)
     finally:
         listening.close()
     return 0
@@ -144,3 +148,9 @@ def _folders(given: list[str]) -> dict[str, Path]:
             raise ValueError(f"--adapter {name} is given twice: each needs a name of its own")
         folders[name] = Path(folder)
     return folders
+
+
+def check_installed(command: str) -> None:
+    """ValueError if a package of the extra `serve` is missing."""
+    if missing := [each for each in NEEDED if find_spec(each) is None]:
+        raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'minillm[serve]', or requirements.txt")

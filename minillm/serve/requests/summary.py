@@ -62,5 +62,10 @@ def summary(outputs: Sequence[Output]) -> Summary:
 
 def spread(values: Sequence[float]) -> Spread:
     """Nearest-rank percentiles; nan of nothing."""
+    return Spread(*percentiles(values, (0.5, 0.99, 1.0)))
+
+
+def percentiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
+    """For each share the least value that so many of all do not exceed (nearest rank); nan of nothing."""
     ordered = sorted(values) or [float("nan")]
-    return Spread(*(ordered[ceil(share * len(ordered)) - 1] for share in (0.5, 0.99, 1.0)))
+    return [ordered[max(1, ceil(share * len(ordered))) - 1] for share in shares]

@@ -1,0 +1,185 @@
+"""Lab 19: a queue that is fair among tenants, and a ring that keeps prefixes together without drowning a replica."""
+
+import hashlib
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
+from course.shared.diagnose import expect
+
+
+@exercise(
+    "fair-queue",
+    minutes=25,
+    difficulty=3,
+    hints=(
+        "A tenant that sends nothing all night has the smallest counter in the morning. What would the queue do with "
+        "the others then, and for how long? When exactly does push have to prevent it?",
+        "push, if nothing of this tenant waits: counter = max(counter, floor). The floor is the smallest counter among "
+        "tenants that wait, else the counter of whoever's queue became empty last. pop: the smallest counter.",
+    ),
+)
+def check_fair(learner: Callable) -> Receipt:
+    queue = learner()
+    if queue.pop() is not None:
+        raise CheckFailed("pop of an empty queue gives None")
+    for _ in range(60):
+        _drive(learner(), random.randint(2, 5))
+    rows = []
+    received = _busy(learner(), {"small": (10, 10), "large": (100, 300)})
+    rows.append(
+        row("always busy, requests of 20 and 400 tokens: shares", 1.0, received["large"] / received["small"], "", 0.02)
+    )
+    received = _back_after_a_pause(learner())
+    rows.append(
+        row("one was away for 1,000 turns: shares after it is back", 1.0, received["away"] / received["here"], "", 0.05)
+    )
+    return receipt("tokens that tenants received", rows)
+
+
+class _Reference:
+    """The same by one list of all requests, in order of arrival."""
+
+    def __init__(self):
+        self.requests, self.counters, self.last = [], {}, None
+
+    def push(self, tenant, request):
+        waiting = {name for name, _ in self.requests}
+        if tenant not in waiting:
+            floors = [self.counters[name] for name in waiting] or [self.counters.get(self.last, 0.0)]
+            self.counters[tenant] = max(self.counters.get(tenant, 0.0), min(floors))
+        self.requests.append((tenant, request))
+
+    def pop(self):
+        if not self.requests:
+            return None
+        chosen = min((self.counters[name], name) for name, _ in self.requests)[1]
+        found = next(each for each in self.requests if each[0] == chosen)
+        self.requests.remove(found)
+        if all(name != chosen for name, _ in self.requests):
+            self.last = chosen
+        return found
+
+    def charge(self, tenant, tokens):
+        self.counters[tenant] = self.counters.get(tenant, 0.0) + tokens
+
+
+def _drive(queue, tenants: int) -> None:
+    reference, story = _Reference(), []
+    names = random.sample(["ada", "alan", "grace", "edsger", "barbara"], tenants)
+    for number in range(60):
+        if random.random() < 0.5:
+            tenant = random.choice(names)
+            story.append(f"push {tenant}")
+            queue.push(tenant, number)
+            reference.push(tenant, number)
+            continue
+        found, right = queue.pop(), reference.pop()
+        expect(
+            found is None or (isinstance(found, tuple | list) and len(found) == 2), found, "(tenant, request), or None"
+        )
+        found = None if found is None else tuple(found)
+        if found != right:
+            counters = ", ".join(f"{name} {count:g}" for name, count in sorted(reference.counters.items()))
+            said = f"after {'; '.join(story[-8:])}: pop gave {found}, and right is {right} (counters: {counters})."
+            raise CheckFailed(said, evidence=(number, found))
+        story.append("pop" if right is None else f"pop {right[0]}")
+        if right is not None:
+            tokens = random.randint(1, 200)
+            story[-1] += f", charged {tokens}"
+            queue.charge(right[0], tokens)
+            reference.charge(right[0], tokens)
+
+
+def _busy(queue, sizes: dict[str, tuple[int, int]]) -> Counter:
+    received: Counter = Counter()
+    for name in sizes:
+        for _ in range(3):
+            queue.push(name, name)
+    for _ in range(2000):
+        tenant, _ = queue.pop()
+        for tokens in sizes[tenant]:
+            queue.charge(tenant, tokens)
+            received[tenant] += tokens
+        queue.push(tenant, tenant)
+    return received
+
+
+def _back_after_a_pause(queue) -> Counter:
+    received: Counter = Counter()
+    for _ in range(3):
+        queue.push("here", 0)
+    for turn in range(1400):
+        if turn == 1000:
+            for _ in range(3):
+                queue.push("away", 0)
+        tenant, _ = queue.pop()
+        queue.charge(tenant, 10)
+        queue.push(tenant, 0)
+        if turn >= 1000:
+            received[tenant] += 10
+    return received
+
+
+@exercise(
+    "bounded-ring",
+    minutes=25,
+    difficulty=3,
+    hints=(
+        "Sort all points of all replicas once. Where in that list does a key begin, and what comes after the last "
+        "point?",
+        "bisect_left(points, (place_of(key), '')) is the first point at or after the key; go on from there, modulo the "
+        "number of points, to the first owner below ceil(bound · (1 + total) / replicas).",
+    ),
+)
+def check_ring(learner: Callable) -> Receipt:
+    rows = []
+    for replicas in (1, 3, random.randint(5, 9)):
+        names = [f"{random.choice('abcxyz')}{n}" for n in range(replicas)]
+        points = random.choice((1, 16, 64))
+        ring = learner(list(names), points)
+        for _ in range(150):
+            key, bound = f"prefix {random.random()}", random.choice((1.0, 1.25, 2.0, 1e9))
+            loads = {name: random.choice((0, 0, 1, 3, 12)) for name in names}
+            found, right = ring.choose(key, dict(loads), bound), _clockwise(names, points, key, loads, bound)
+            if found != right:
+                capacity = math.ceil(bound * (1 + sum(loads.values())) / replicas)
+                said = (
+                    f"{replicas} replicas with {points} points each, open {loads}, bound {bound:g} (capacity "
+                    f"{capacity}): you chose {found!r}, and the ring says {right!r}."
+                )
+                raise CheckFailed(said, evidence=(key, found))
+        if points < 16 or replicas < 3:
+            continue
+        more, idle = learner([*names, "new"], points), dict.fromkeys([*names, "new"], 0)
+        keys = [f"key {n}" for n in range(600)]
+        before, after = ([each.choose(key, idle, 1e9) for key in keys] for each in (ring, more))
+        moved = sum(a != b for a, b in zip(before, after, strict=True))
+        strays = sum(a != b and b != "new" for a, b in zip(before, after, strict=True))
+        rows.append(row(f"one more than {replicas} replicas: keys that moved between old ones", 0, strays))
+        rows.append(row("    share that moved to the new one, expected 1 / n", None, moved / len(keys)))
+        if strays:
+            raise CheckFailed(f"a new replica moved {strays} of 600 keys from one old replica to another", rows)
+        alike = sum(
+            learner(list(names)[::-1], points).choose(key, idle, 1e9) == a for key, a in zip(keys, before, strict=True)
+        )
+        if alike != len(keys):
+            raise CheckFailed(
+                "the same replicas named in another order own other keys: two routers would disagree", rows
+            )
+    return receipt("a ring with bounded loads", rows)
+
+
+def _clockwise(names: list[str], points: int, key: str, loads: dict[str, int], bound: float) -> str:
+    """By distance, all points looked at."""
+
+    def place(text: str) -> int:
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
+    capacity = math.ceil(bound * (1 + sum(loads.values())) / len(names))
+    free = [name for name in names if loads[name] < capacity]
+    own = place(key)
+    return min(((place(f"{name} {n}") - own) % 2**32, name) for name in free for n in range(points))[1]

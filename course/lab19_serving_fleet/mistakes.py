@@ -1,0 +1,157 @@
+"""Spoilers of lab 19: latencies that hide a stall, buckets without a bottom or a top, choices that are none."""
+
+import math
+
+from course.kit.exercises import alternative, mistake
+
+# Percentiles
+
+
+mistake(
+    "latency-percentile",
+    "from-when-it-was-sent",
+    {"call.ended - call.due": "call.ended - call.sent"},
+    says="You count from when the generator came to send the call. Its user waited from when it was due.",
+)
+mistake(
+    "latency-percentile",
+    "without-the-failed",
+    {
+        "math.inf if call.ended is None else call.ended - call.due for call in calls": "call.ended - call.due "
+        "for call in calls if call.ended is not None"
+    },
+    says="You leave out the calls that failed. They are the slowest ones: their users are still waiting.",
+)
+mistake(
+    "latency-percentile",
+    "place-rounded-down",
+    {"math.ceil(share * len(seconds)) - 1": "max(0, int(share * len(seconds)) - 1)"},
+    says="You round the place down, so fewer than that share of the calls are within your value.",
+)
+mistake(
+    "latency-percentile",
+    "one-place-later",
+    {"math.ceil(share * len(seconds)) - 1": "min(len(seconds) - 1, int(share * len(seconds)))"},
+    says="You take the value one place too late: lists count from 0, so place n of n values has index n - 1.",
+)
+mistake(
+    "latency-percentile",
+    "failed-were-instant",
+    {"math.inf if": "0.0 if"},
+    says="A call that failed counts as 0 s here, as if it were the fastest of all.",
+)
+
+
+@alternative("latency-percentile", "by counting")
+def counted(calls, share):
+    seconds = [math.inf if call.ended is None else call.ended - call.due for call in calls]
+    return min(each for each in seconds if sum(other <= each for other in seconds) >= share * len(seconds) - 1e-9)
+
+
+# Token bucket
+
+
+mistake(
+    "bucket-per-tenant",
+    "no-top",
+    {"min(self.burst, self.tokens + (now - self.at) * self.rate)": "self.tokens + (now - self.at) * self.rate"},
+    says="Your bucket has no top: after a pause a tenant may send far more than its burst at once.",
+)
+mistake(
+    "bucket-per-tenant",
+    "empty-at-the-start",
+    {"self.tokens, self.at = burst, 0.0": "self.tokens, self.at = 0.0, 0.0"},
+    says="Your bucket is empty at the start, so the first requests of a new tenant are refused.",
+)
+mistake(
+    "bucket-per-tenant",
+    "pays-when-refused",
+    {
+        "        return (cost - self.tokens) / self.rate": "        wait = (cost - self.tokens) / self.rate\n"
+        "        self.tokens -= cost\n"
+        "        return wait"
+    },
+    says="A request that is refused still takes tokens: whoever tries again pushes its own turn away.",
+)
+mistake(
+    "bucket-per-tenant",
+    "clock-only-on-success",
+    {
+        "        self.at = now\n        if cost <= self.tokens:\n": "        if cost <= self.tokens:\n"
+        "            self.at = now\n"
+    },
+    says="After a refusal the time is not noted, so the same seconds are paid out again at the next call.",
+)
+mistake(
+    "bucket-per-tenant",
+    "a-whole-refill",
+    {"return (cost - self.tokens) / self.rate": "return cost / self.rate"},
+    says="You return the time to earn the whole cost; the tokens that are there need not be earned again.",
+)
+
+
+@alternative("bucket-per-tenant", "by the time at which it will be full")
+class FullAt:
+    def __init__(self, rate, burst):
+        self.rate, self.burst, self.full_at = rate, burst, 0.0
+
+    def take(self, now, cost):
+        after = max(self.full_at, now) + cost / self.rate
+        wait = after - now - self.burst / self.rate
+        if wait > 1e-12:
+            return wait
+        self.full_at = after
+        return 0.0
+
+
+# Two choices
+
+
+mistake(
+    "two-choices",
+    "with-the-same-twice",
+    {
+        "first, second = rng.sample(range(len(outstanding)), 2)": "first = rng.randrange(len(outstanding))\n"
+        "    second = rng.randrange(len(outstanding))"
+    },
+    expect="the least loaded of 2 replicas was chosen in",
+)
+mistake(
+    "two-choices",
+    "the-fuller-one",
+    {"outstanding[first] <= outstanding[second]": "outstanding[first] >= outstanding[second]"},
+    expect="the less loaded would be it",
+)
+mistake(
+    "two-choices",
+    "asks-all",
+    {
+        "return first if outstanding[first] <= outstanding[second] else second": "return min("
+        "range(len(outstanding)), key=lambda each: outstanding[each])"
+    },
+    expect="replicas were asked, and two may be|the less loaded would be it",
+)
+mistake(
+    "two-choices",
+    "one-choice",
+    {"return first if outstanding[first] <= outstanding[second] else second": "return first"},
+    expect="the less loaded would be it",
+)
+mistake(
+    "two-choices",
+    "neighbours",
+    {
+        "first, second = rng.sample(range(len(outstanding)), 2)": "first = rng.randrange(len(outstanding))\n"
+        "    second = (first + 1) % len(outstanding)"
+    },
+    expect="of the draws; of two different ones",
+)
+
+
+@alternative("two-choices", "a second one by its distance")
+def by_distance(outstanding, rng):
+    if len(outstanding) == 1:
+        return 0
+    first = rng.randrange(len(outstanding))
+    second = (first + rng.randrange(1, len(outstanding))) % len(outstanding)
+    return min(first, second, key=lambda index: outstanding[index])

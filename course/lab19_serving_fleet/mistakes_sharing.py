@@ -1,0 +1,132 @@
+"""Spoilers of lab 19: queues that pay for idleness, rings that lose their bound, scaling that sees only today."""
+
+import heapq
+
+from course.kit.exercises import alternative, mistake
+
+# A fair queue
+
+
+mistake(
+    "fair-queue",
+    "credit-for-idleness",
+    {"            self.counter[tenant] = max(self.counter[tenant], floor)\n": ""},
+    says="A tenant that was away comes back with a credit and is served alone until it has caught up.",
+)
+mistake(
+    "fair-queue",
+    "raised-to-the-largest",
+    {"floor = min(others)": "floor = max(others)"},
+    says="A tenant that comes is raised to the largest counter: it waits for all that have received less.",
+)
+mistake(
+    "fair-queue",
+    "counter-lowered",
+    {"self.counter[tenant] = max(self.counter[tenant], floor)": "self.counter[tenant] = floor"},
+    says="A tenant's counter is lowered when it comes: by sending one request at a time it is always served first.",
+)
+mistake(
+    "fair-queue",
+    "nobody-waits-so-zero",
+    {"floor = 0.0 if self.last_left is None else self.counter[self.last_left]": "floor = 0.0"},
+    says="While nobody waits, a tenant that comes is not raised to the one that left last: its credit is back.",
+)
+mistake(
+    "fair-queue",
+    "counts-requests",
+    {"self.counter[tenant] += tokens": "self.counter[tenant] += 1"},
+    says="You count requests. A tenant with long ones then receives many times as many tokens.",
+)
+mistake(
+    "fair-queue",
+    "newest-first",
+    {"self.waiting[tenant].popleft()": "self.waiting[tenant].pop()"},
+    says="Of a tenant's own requests the newest is served first, so its oldest may wait for ever.",
+)
+
+
+@alternative("fair-queue", "one list of all requests")
+class OneList:
+    def __init__(self):
+        self.requests, self.counters, self.last = [], {}, None
+
+    def push(self, tenant, request):
+        waiting = {name for name, _ in self.requests}
+        self.counters.setdefault(tenant, 0.0)
+        if tenant not in waiting:
+            floors = [self.counters[name] for name in waiting] or [self.counters.get(self.last, 0.0)]
+            self.counters[tenant] = max(self.counters[tenant], min(floors))
+        self.requests.append((tenant, request))
+
+    def pop(self):
+        if not self.requests:
+            return None
+        place = min(
+            range(len(self.requests)), key=lambda n: (self.counters[self.requests[n][0]], self.requests[n][0], n)
+        )
+        tenant, request = self.requests.pop(place)
+        if all(name != tenant for name, _ in self.requests):
+            self.last = tenant
+        return tenant, request
+
+    def charge(self, tenant, tokens):
+        self.counters[tenant] = self.counters.get(tenant, 0.0) + tokens
+
+
+# A ring
+
+
+mistake(
+    "bounded-ring",
+    "no-bound",
+    {"        if outstanding[name] < capacity:\n": "        if True:\n"},
+    says="The first owner clockwise gets the request however full it is.",
+)
+mistake(
+    "bounded-ring",
+    "bound-without-this-one",
+    {"(1 + sum(outstanding.values()))": "sum(outstanding.values())"},
+    expect="you chose None|and the ring says",
+)
+mistake(
+    "bounded-ring",
+    "no-way-round",
+    {"self.points[(start + step) % len(self.points)]": "self.points[min(start + step, len(self.points) - 1)]"},
+    says="After the last point the ring begins again: a key beyond it belongs to the first.",
+)
+mistake(
+    "bounded-ring",
+    "modulo",
+    {'start = bisect.bisect_left(self.points, (place_of(key), ""))': "start = place_of(key) % len(self.points)"},
+    says="You count points instead of looking for the key's place: one replica more moves nearly all keys.",
+)
+mistake(
+    "bounded-ring",
+    "at-capacity",
+    {"outstanding[name] < capacity": "outstanding[name] <= capacity"},
+    says="A replica that is at its capacity gets one more.",
+)
+mistake(
+    "bounded-ring",
+    "rounded-down",
+    {"math.ceil(bound": "math.floor(bound"},
+    expect="you chose None|and the ring says",
+)
+
+
+@alternative("bounded-ring", "by distances")
+class ByDistance:
+    def __init__(self, replicas, points=64):
+        self.names, self.points = list(replicas), points
+
+    def choose(self, key, outstanding, bound):
+        import hashlib
+
+        def place(text):
+            return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
+        capacity = -(-bound * (1 + sum(outstanding.values())) // len(self.names))
+        free = [name for name in self.names if outstanding[name] < capacity]
+        heap = [((place(f"{name} {n}") - place(key)) % 2**32, name) for name in free for n in range(self.points)]
+        heapq.heapify(heap)
+        return heap[0][1]

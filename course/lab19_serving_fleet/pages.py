@@ -1,0 +1,92 @@
+"""One page of metrics of each incident, as somebody on call would see it."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from course.lab19_serving_fleet import incidents
+from course.lab19_serving_fleet.incidents import HEALTHY, ttft
+from course.lab19_serving_fleet.stage import Staged
+from minillm.serve.requests.summary import percentiles
+
+START_S = 30.0  # of a replica, alone
+
+
+@dataclass(frozen=True)
+class Page:
+    ttft_p99_s: float
+    requests: int
+    attempts: int
+    preemptions: int
+    computed: int
+    needed: int
+    most_waiting: int
+    tenants: dict[str, tuple[int, float]]
+    prompts: list[int]
+    starting_s: float = 0.0
+    start_s: float = START_S
+
+    @property
+    def told(self) -> str:
+        tenants = ", ".join(f"{name} {count} requests, p99 {p99:.2f} s" for name, (count, p99) in self.tenants.items())
+        return (
+            f"TTFT p99 {self.ttft_p99_s:.2f} s, {self.requests} requests in {self.attempts} attempts, "
+            f"{self.preemptions} preemptions, {self.computed:,} tokens computed of {self.needed:,} needed, longest "
+            f"prompt {max(self.prompts):,} of {sum(self.prompts):,} tokens, oldest start {self.starting_s:.0f} s ago; "
+            + tenants
+        )
+
+
+@cache
+def page(name: str, seed: int = 0) -> Page:
+    if name == "cold-start storm":
+        return of_fleet(seed)
+    made = {
+        "retry storm": lambda: incidents.retry_storm(seed=seed),
+        "noisy neighbour": lambda: incidents.neighbours(seed=seed),
+        "memory collapse": lambda: incidents.memory(seed=seed),
+        "long prompts": lambda: incidents.long_prompts(seed=seed),
+        HEALTHY: lambda: incidents.neighbours(noisy=10.0, seed=seed),
+    }[name]()
+    return of_stage(made)
+
+
+def sound(name: str) -> list[Page]:
+    """Healthy pages that show a little of something else: a restart, some preemptions, one long prompt."""
+    calm = page(name)
+    few = {"preemptions": 3, "computed": calm.computed + 400, "starting_s": 12.0, "attempts": calm.requests + 5}
+    return [Page(**vars(calm) | few), Page(**vars(calm) | {"prompts": [*calm.prompts, 1500], "most_waiting": 40})]
+
+
+def of_stage(staged: Staged) -> Page:
+    tenants = {}
+    for name in sorted({story.arrival.tenant for story in staged.stories}):
+        mine = [story for story in staged.stories if story.arrival.tenant == name]
+        tenants[name or "default"] = (len(mine), ttft(staged, 0.99, name))
+    return Page(
+        ttft(staged, 0.99),
+        len(staged.stories),
+        staged.attempts,
+        staged.preemptions,
+        staged.computed,
+        staged.needed,
+        max(count for _, count in staged.waiting),
+        tenants,
+        [len(story.arrival.prompt) for story in staged.stories],
+    )
+
+
+def of_fleet(seed: int) -> Page:
+    """A quarter of an hour of it. Every replica that started did so while others did."""
+    found = incidents.cold_start_storm(seed=seed)
+    p99 = percentiles(found.waits, [0.99])[0]
+    starting, longest = None, 0.0
+    for sample in found.samples:
+        if not sample.starting:
+            starting = None
+            continue
+        starting = sample.at if starting is None else starting
+        longest = max(longest, sample.at - starting)
+    count = len(found.waits)
+    return Page(
+        p99, count, count, 0, 55 * count, 55 * count, found.longest, {"default": (count, p99)}, [48] * count, longest
+    )

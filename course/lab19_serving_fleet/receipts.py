@@ -1,0 +1,269 @@
+"""Lab 19's claims and tables about queues, routing, fairness and scaling; the notebook prints each in one line.
+
+receipts.py             simulated, counted or by formula: the same on every machine
+receipts_measured.py    a server on this machine, a replica's start
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+from course.kit.answers import answers_of
+from course.kit.receipts import Row, formula, row, titled
+from course.lab19_serving_fleet import experiments, queues
+from course.lab19_serving_fleet import incidents as staged
+from course.shared.table import Table, seconds, table
+from minillm.api.autoscale.policies import Reactive
+from minillm.predict.serving import queueing
+from minillm.serve.requests.summary import percentiles
+
+ANSWERS = answers_of("19_serving_fleet")
+RATES = (4, 8, 12, 16)
+
+
+@titled("one server, services of 1 s")
+def predictions(guess_half: float, guess_full: float, guess_backlog: float) -> Iterator[Row]:
+    """The reader's guesses beside the closed forms."""
+    for load, guess in ((0.5, guess_half), (0.95, guess_full)):
+        value = queueing.mean_wait_any_service(load, 1.0, 0.0)
+        yield formula(f"mean wait at {load:.0%} load, equal services", value, "s", guess=guess)
+    yield formula("waiting after a cold start of 60 s: (λ - μ) · T", queueing.backlog(2, 1, 60), guess=guess_backlog)
+
+
+def split() -> Table:
+    """p99 of queue, prefill and decode by rate."""
+    lines = []
+    for rate in RATES:
+        found = experiments.parts(rate)
+        tails = [percentiles(part, [0.99])[0] for part in zip(*(s.parts for s in found.stories), strict=True)]
+        inside, law = experiments.littles_law(found)
+        lines.append((f"{rate} requests/s", *map(seconds, tails), f"{inside:.2f}", f"{law:.2f}"))
+    columns = ("", "queue p99", "prefill p99", "decode p99", "inside, scraped", "λ · W")
+    return table("real engine, simulated clock: 8 sequences at once", columns, lines)
+
+
+@titled("Little's law: requests inside, scraped every 100 ms, and arrivals per second times seconds inside")
+def littles_law() -> Iterator[Row]:
+    for rate in (8, 16):
+        inside, law = experiments.littles_law(experiments.parts(rate))
+        yield row(f"{rate} requests/s", law, inside, "", 0.03, kind="simulated")
+
+
+@titled("30,000 requests at one server, services of 1 s", open_rows=8)
+def pollaczek_khinchine() -> Iterator[Row]:
+    """The event simulator beside the formula."""
+    for load, cv in ((0.5, 1.0), (0.8, 0.0), (0.8, 1.0), (0.8, 2.0)):
+        mean, tail = queues.mg1(load, cv)
+        value = queueing.mean_wait_any_service(load, 1.0, cv)
+        yield row(f"load {load:.0%}, spread {cv:g}: mean wait", value, mean, "s", 0.1, kind="simulated")
+        yield row("    p99", None, tail, "s", kind="simulated")
+
+
+@titled("a minute of ten requests per second; the server stands still for ten seconds of it", open_rows=4)
+def omission() -> Iterator[Row]:
+    """What each generator reports, with its own way to count, and what the users got."""
+    found = experiments.two_generators()
+    for name, calls in (
+        ("closed loop, from when it was sent", found["closed"]),
+        ("open loop, from when it was due", found["open"]),
+    ):
+        counted = [call.end_to_end if "due" in name else call.ended - call.begun for call in calls]
+        p50, p99 = percentiles(counted, (0.5, 0.99))
+        hit = sum(value > 1 for value in counted)
+        predicted = 1 if "sent" in name else 90
+        yield row(f"{name}: calls over 1 s", predicted, hit, "", 0.02, kind="simulated")
+        yield row("    p50, p99", None, (seconds(p50), seconds(p99)), kind="simulated")
+
+
+@titled("one server, services of 1 s, 20,000 requests", open_rows=6)
+def admission() -> Iterator[Row]:
+    """P94: a bounded queue bounds the wait to about q / μ, at the price of those it refuses."""
+    for load, places in ((0.9, None), (0.9, 8), (1.3, None), (1.3, 8)):
+        p99, refused = queues.bounded(load, places)
+        name = f"load {load:.0%}, " + ("no bound" if places is None else f"at most {places} wait")
+        share = 1 - 1 / load if places and load > 1 else None
+        yield row(f"{name}: p99 of the wait", None, p99, "s", kind="simulated")
+        yield row("    refused", share, refused, "", 0.15, kind="simulated")
+
+
+def routing(two_choices: Callable | None = None) -> Table:
+    """p99 of the wait by rule, with exact and with old counts."""
+    rules = {
+        "random": lambda: queues.at_random,
+        "round robin": queues.round_robin,
+        "two choices (yours)": lambda: two_choices or ANSWERS.two_choices,
+        "least outstanding": lambda: queues.least,
+    }
+    lines = [
+        (name, *(seconds(queues.routed(make(), stale_s=stale)) for stale in (0.0, 1.0, 4.0)))
+        for name, make in rules.items()
+    ]
+    columns = ("rule", "counts exact", "up to 1 s old", "up to 4 s old")
+    return table("p99 of the wait, 10 replicas at 90 % load, services of 1 s: simulated", columns, lines)
+
+
+@titled("10 replicas at 90 % load: p99 of the wait")
+def two_choices_suffice() -> Iterator[Row]:
+    two, random_, least = (queues.routed(rule) for rule in (ANSWERS.two_choices, queues.at_random, queues.least))
+    yield row("two choices beat one at least threefold", True, 3 * two < random_, kind="simulated")
+    herd = queues.routed(queues.least, stale_s=4.0)
+    yield row("least outstanding herds when counts are 4 s old", True, herd > 3 * least, kind="simulated")
+
+
+@titled("TTFT of the quiet tenant: real engine, simulated clock", open_rows=6)
+def neighbours(fair: Callable | None = None) -> Iterator[Row]:
+    """A tenant with a tenth of the other's requests: alone, first come first served, and fair."""
+    alone = staged.ttft(staged.neighbours(noisy=0.0), 0.99, "quiet")
+    crowded = staged.ttft(staged.neighbours(), 0.99, "quiet")
+    shared = staged.neighbours(fair or ANSWERS.FairQueue)
+    mine = staged.ttft(shared, 0.99, "quiet")
+    yield row("alone: p99", None, alone, "s", kind="simulated")
+    yield row("first come, first served: p99", None, crowded, "s", kind="simulated")
+    yield row("your queue: p99", None, mine, "s", kind="simulated")
+    yield row("    many times nearer to being alone", True, mine - alone < (crowded - alone) / 10, kind="simulated")
+    yield row("    p99 of the noisy tenant", None, staged.ttft(shared, 0.99, "noisy"), "s", kind="simulated")
+
+
+def affinity(ring: Callable | None = None) -> Table:
+    """Hit rate, p99 and balance of four rules."""
+    made = ring or ANSWERS.Ring
+    names = [f"replica-{n}" for n in range(8)]
+    turns = iter(range(10**9))
+    own = made(names)
+    rules = {
+        "round robin": lambda key, outstanding: names[next(turns) % len(names)],
+        "ring, no bound": lambda key, outstanding: own.choose(key, outstanding, 1e9),
+        "ring, bound 2": lambda key, outstanding: own.choose(key, outstanding, 2.0),
+        "ring, bound 1.25": lambda key, outstanding: own.choose(key, outstanding, 1.25),
+        "least outstanding": lambda key, outstanding: min(names, key=outstanding.__getitem__),
+    }
+    lines = []
+    for name, rule in rules.items():
+        found = queues.prefixes(rule)
+        lines.append((name, f"{found.hits:.0%}", seconds(found.p99_s), f"{found.busiest:.2f}"))
+    return table("8 replicas: simulated", ("rule", "prefix hits", "p99 of an answer", "busiest / mean"), lines)
+
+
+@titled("the load rises from 2 to 10 per second, cold start 120 s: simulated", open_rows=8)
+def autoscaling(wanted: Callable | None = None) -> Iterator[Row]:
+    """p99 of the wait and replica hours of three policies."""
+    for name, outcome in ramps(wanted).items():
+        p99 = percentiles(outcome.waits, [0.99])[0]
+        yield row(f"{name}: p99 of the wait", None, p99, "s", kind="simulated")
+        yield row("    replica hours", None, outcome.replica_s / 3600, kind="simulated")
+    for cold in (60, 0):
+        value = queueing.backlog(2, 1, cold)
+        yield row(
+            f"cold start of {cold} s, 2 per second for 1: waiting",
+            value,
+            queues.step_up(cold, 2, 1),
+            "",
+            0.03,
+            kind="simulated",
+        )
+
+
+def ramps(wanted: Callable | None = None) -> dict:
+    wanted = wanted or ANSWERS.replicas_wanted
+    settings = {"capacity": 1.0, "utilization": 0.7, "drain_s": 60.0}
+    return {
+        "your function, not looking ahead": queues.ramp(queues.of_policy(wanted, cold_start_s=0.0, **settings)),
+        "your function, a cold start ahead": queues.ramp(queues.of_policy(wanted, cold_start_s=135.0, **settings)),
+        "reactive, as Kubernetes'": queues.ramp(Reactive(2.8)),
+    }
+
+
+@titled("five incidents, and what ends them", open_rows=18)
+def incidents() -> Iterator[Row]:
+    """Real engine, simulated clock; the last is simulated altogether."""
+    storm, budget, both = (
+        staged.retry_storm(**options) for options in ({}, {"budget": 0.1}, {"budget": 0.1, "drops_expired": True})
+    )
+    answered = [staged.in_time(each, 20, 38) for each in (storm, budget, both)]
+    yield row("retry storm: answered in time, from 5 s after the burst on", 0.0, answered[0], kind="simulated")
+    yield row("    attempts per request", None, storm.attempts / len(storm.stories), kind="simulated")
+    yield row("    with a retry budget of 10 %", None, answered[1], kind="simulated")
+    yield row("    and nothing begun that was given up", 1.0, answered[2], "", 0.02, kind="simulated")
+    yield row(
+        "noisy neighbour: TTFT p99 of the quiet tenant",
+        None,
+        staged.ttft(staged.neighbours(), 0.99, "quiet"),
+        "s",
+        kind="simulated",
+    )
+    fair = staged.neighbours(ANSWERS.FairQueue)
+    yield row("    with a fair queue", None, staged.ttft(fair, 0.99, "quiet"), "s", kind="simulated")
+    for name, reserve in (
+        ("memory collapse: tokens computed / needed", 0),
+        ("    with 12 blocks kept free per sequence", 12),
+    ):
+        found = staged.memory(reserve)
+        yield row(name, 1.0 if reserve else None, found.computed / found.needed, kind="simulated")
+        yield row("    TPOT p99", None, tpot(found), "s", kind="simulated")
+    for name, chunk, budget_ in (
+        ("long prompts: TTFT p99 of short ones", None, 2048),
+        ("    in chunks of 64, 256 tokens a step", 64, 256),
+    ):
+        found = staged.long_prompts(chunk, budget_)
+        yield row(name, None, staged.ttft(found, 0.99, "short"), "s", kind="simulated")
+        yield row("    TTFT p50 of long ones", None, staged.ttft(found, 0.5, "long"), "s", kind="simulated")
+    yield row("cold-start storm: p99 of the wait", None, tail(staged.cold_start_storm()), "s", kind="simulated")
+    yield row("    one start at a time", None, tail(staged.cold_start_storm(at_once=1)), "s", kind="simulated")
+    yield row("    a warm pool of 6", None, tail(staged.cold_start_storm(pool=6)), "s", kind="simulated")
+
+
+def tpot(found) -> float:
+    return percentiles([(s.ended - s.first) / (s.arrival.params.max_tokens - 1) for s in found.stories], [0.99])[0]
+
+
+def tail(outcome) -> float:
+    return percentiles(outcome.waits, [0.99])[0]
+
+
+def losses() -> Table:
+    """Routing at low load, and one queue before all replicas."""
+    lines = []
+    for load in (0.3, 0.6, 0.9):
+        rules = (queues.round_robin(), ANSWERS.two_choices, queues.least)
+        central = queues.central(load)
+        lines.append((f"{load:.0%}", *(seconds(queues.routed(rule, load)) for rule in rules), seconds(central)))
+    columns = ("load", "round robin", "two choices", "least outstanding", "one queue for all")
+    return table("p99 of the wait, 10 replicas, services of 1 s: simulated", columns, lines)
+
+
+def design() -> Table:
+    """D1: the load and the p99 of the wait of n replicas, one queue for all (Erlang C); D2: backlog and pool."""
+    lines = []
+    for replicas in (26, 28, 30, 32):
+        slots, offered = 32 * replicas, 200 * 4.0
+        waits, tail_s = erlang_c(slots, offered, 4.0, 0.99)
+        lines.append(
+            (f"D1: {replicas} replicas", f"{offered / slots:.0%} load", f"{waits:.2%} wait", f"p99 {tail_s:.2f} s")
+        )
+    lag, slope = 240, 60 / 300
+    lines.append(
+        ("D2: missing at the end of the rise", f"{slope * lag:.0f} requests/s", f"{slope * lag / 8:.0f} replicas", "")
+    )
+    lines.append(("    backlog, without slack", f"{60 * lag:,} requests", "", ""))
+    return table("formula", ("", "", "", ""), lines)
+
+
+def erlang_c(slots: int, offered: float, service_s: float, share: float) -> tuple[float, float]:
+    """(share that waits, quantile of the wait in seconds) of M/M/c. offered: arrivals per second times service."""
+    blocked = 1.0
+    for busy in range(1, slots + 1):
+        blocked = offered * blocked / (busy + offered * blocked)
+    waits = blocked / (1 - offered / slots * (1 - blocked))
+    tail_s = math.log(max(1.0, waits / (1 - share))) * service_s / (slots - offered)
+    return waits, tail_s
+
+
+CLAIMS = (
+    littles_law,
+    pollaczek_khinchine,
+    omission,
+    admission,
+    two_choices_suffice,
+    neighbours,
+    autoscaling,
+    incidents,
+)
