@@ -1,0 +1,1 @@
+"""Lab 22: real bugs, planted one at a time in minillm."""

@@ -1,0 +1,46 @@
+"""Whether a repair is one: the trace that gave the bug away is gone, in runs that the learner has not seen."""
+
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from course.kit.exercises import CheckFailed
+from course.kit.receipts import Row, format_value
+from course.lab22_bug_museum.exhibit import Exhibit
+from course.lab22_bug_museum.patches import Edits
+
+
+def verify(exhibit: Exhibit, code: Callable | Sequence[Callable | Edits | None]) -> list[Row]:
+    """The rows of the repaired run, all of which hold. CheckFailed names the first that does not.
+
+    code: what is to stand in the place of each fault; a single function where there is one fault.
+    """
+    given = (code,) if callable(code) else tuple(code)
+    if len(given) != len(exhibit.faults):
+        raise CheckFailed(f"{exhibit.title} has {len(exhibit.faults)} places to repair: give as many functions.")
+    patches = exhibit.repaired([_bare(each) for each in given])
+    rows = exhibit.trace(exhibit.run(patches, random.randrange(2**31)))
+    _refuse_off(rows, rows)
+    if exhibit.proof:
+        more = exhibit.proof(patches)
+        _refuse_off(more, [*rows, *more])
+        rows = [*rows, *more]
+    return rows
+
+
+def _bare(each: Any) -> Any:
+    """A learner's function without the watch that the kit puts around it."""
+    return inspect.unwrap(each) if callable(each) else each
+
+
+def _refuse_off(rows: Sequence[Row], shown: Sequence[Row]) -> None:
+    off = [row for row in rows if row.verdict == "off"]
+    if off:
+        said = "; ".join(map(_said, off))
+        raise CheckFailed(f"The trace is still there: {said}.", shown, evidence=[row.measured for row in rows])
+
+
+def _said(row: Row) -> str:
+    measured, predicted = (format_value(value, row.unit) for value in (row.measured, row.predicted))
+    return f"{row.name} is {measured} and should be {predicted}"

@@ -1,0 +1,18 @@
+"""The exhibits of the museum by name, training first."""
+
+import difflib
+
+from course.lab22_bug_museum import exhibits_data_parallel, exhibits_pipeline, exhibits_split, exhibits_trainer
+from course.lab22_bug_museum.exhibit import Exhibit
+
+MODULES = (exhibits_data_parallel, exhibits_pipeline, exhibits_split, exhibits_trainer)
+EXHIBITS: dict[str, Exhibit] = {its.name: its for module in MODULES for its in module.EXHIBITS}
+
+
+def exhibit(name: str) -> Exhibit:
+    """ValueError for a name that no exhibit has."""
+    if name in EXHIBITS:
+        return EXHIBITS[name]
+    close = difflib.get_close_matches(name, EXHIBITS, n=1, cutoff=0.4)
+    choice = f"did you mean '{close[0]}'?" if close else "`python -m minillm museum` lists them"
+    raise ValueError(f"no exhibit is called '{name}'; {choice}")

@@ -1,0 +1,210 @@
+"""A short training run with patches planted on its ranks, beside the same run by one process with minillm's own code.
+
+    record = Run(Scene(ParallelConfig(dp=2)))(patches, seed)
+    record.steps[0].grad_norm, record.alone[0].grad_norm
+
+Everything runs through `Trainer`, the strategies and the loader, as `python -m minillm train` does; the model and the
+text are small enough for a run to take about a second.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from course.kit.receipts import Row, row
+from course.lab22_bug_museum.patches import Patch, planted
+from minillm.comm import Group, launch
+from minillm.data import Tokens
+from minillm.equivalence import cases_of, compare
+from minillm.measure import Ledger, ledger
+from minillm.model import ModelConfig
+from minillm.parallel.sharding.placement import Partial, Placement
+from minillm.train import TrainConfig, Trainer
+from minillm.train.fault_tolerance.replica_check import hashes
+from minillm.train.parallel_config import ParallelConfig
+from minillm.train.steptime import Step
+from minillm.train.strategies.hybrid import Hybrid, make_strategy
+from minillm.train.strategies.single_device import SingleDevice
+
+HANGS_AFTER_S = 20.0
+SMALL = ModelConfig(64, 16, 32, 4, 4, 2, head_dim=4, max_seq_len=32)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is trained. windows: per rank and microbatch; settings: of `TrainConfig`, by name."""
+
+    layout: ParallelConfig
+    model: ModelConfig = SMALL
+    steps: int = 6
+    windows: int = 2
+    seq_len: int = 16
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, seed: int) -> TrainConfig:
+        """Of each rank."""
+        return self._config(seed, self.windows, self.layout.accumulate)
+
+    def alone(self, seed: int) -> TrainConfig:
+        """The same steps for one process: all windows of a step in one microbatch."""
+        return self._config(seed, self.windows * self.layout.accumulate * self.layout.dp, 1)
+
+    def _config(self, seed: int, windows: int, accumulate: int) -> TrainConfig:
+        how = {"lr": 1e-2, "warmup_steps": 2, "steps": self.steps, "seed": seed % 1000} | dict(self.settings)
+        return TrainConfig(self.model, self.seq_len, windows, accumulate, **how)
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank returns. windows: indices of its windows in the first step; gradients: whole, of the first step.
+
+    bits: a hash of each of its parameters after the last step, by its name and which part of it that is.
+    """
+
+    steps: tuple[Step, ...]
+    ledger: Ledger
+    windows: tuple[int, ...]
+    gradients: dict[str, Tensor]
+    norm: float
+    bits: dict[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The run of all ranks, and of one process alone."""
+
+    scene: Scene
+    ranks: Sequence[RankRecord]
+    alone: RankRecord
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return self.ranks[0].steps
+
+    def wrong_gradients(self, tolerance: float = 2e-3) -> dict[str, float]:
+        """Parameters whose gradient is not one process's, with |difference| / |gradient|, the worst first."""
+        errors = {}
+        for name, right in self.alone.gradients.items():
+            found = self.ranks[0].gradients.get(name)
+            errors[name] = float("inf") if found is None else float((found - right).norm() / right.norm().clamp(1e-12))
+        worst = sorted(errors, key=errors.__getitem__, reverse=True)
+        return {name: errors[name] for name in worst if not errors[name] <= tolerance}
+
+    def ratio(self, name: str) -> float:
+        """The gradient of a parameter as a multiple of one process's: <found, right> / <right, right>."""
+        right, found = self.alone.gradients[name].flatten(), self.ranks[0].gradients[name].flatten()
+        return float(found @ right / (right @ right))
+
+    def drifted(self) -> list[str]:
+        """Parameters that several ranks hold and in which they differ after the last step."""
+        held = dict.fromkeys(key for rank in self.ranks for key in rank.bits)
+        found = [key for key in held if len({rank.bits[key] for rank in self.ranks if key in rank.bits}) > 1]
+        return list(dict.fromkeys(name for name, _ in found))
+
+    @property
+    def copies(self) -> int:
+        """How many parameters, or slices of them, more than one rank holds."""
+        held = Counter(key for rank in self.ranks for key in rank.bits)
+        return sum(count > 1 for count in held.values())
+
+
+@dataclass(frozen=True)
+class Run:
+    """The `run` of an exhibit: (patches, seed) -> Record. `many` has one launch for all of its seeds."""
+
+    scene: Scene
+
+    def __call__(self, patches: Sequence[Patch], seed: int) -> Record:
+        return self.many(patches, [seed])[0]
+
+    def many(self, patches: Sequence[Patch], seeds: Sequence[int]) -> list[Record]:
+        """A record for each seed."""
+        texts = [text(seed) for seed in seeds]
+        runs = list(zip(seeds, texts, strict=True))
+        ranks = self.scene.layout.world_size
+        by_rank = launch(_on_rank, ranks, tuple(patches), self.scene, runs, timeout=HANGS_AFTER_S)
+        alone = [_record(SingleDevice(), self.scene.alone(seed), tokens) for seed, tokens in runs]
+        return [Record(self.scene, ranks, one) for *ranks, one in zip(*by_rank, alone, strict=True)]
+
+
+def text(seed: int, count: int = 4096, words: int = 64) -> Tokens:
+    """A text in which the last word says a lot about the next one: a loss that falls within a few steps."""
+    draw = np.random.default_rng(seed)
+    after = draw.integers(words, size=(words, 2))
+    found = np.zeros(count, dtype=np.uint16)
+    for place in range(1, count):
+        found[place] = after[found[place - 1], draw.integers(2)] if draw.random() < 0.9 else draw.integers(words)
+    return Tokens(found, words, 0, 1, count)
+
+
+def oracle(layouts: Sequence[ParallelConfig], case: str = "") -> Callable[[Sequence[Patch]], list[Row]]:
+    """A proof for `Exhibit`: each layout against one process in float64, with the patches on every rank."""
+
+    def rows(patches: Sequence[Patch]) -> list[Row]:
+        def cases(layout: ParallelConfig) -> dict:
+            known = cases_of(layout)
+            name = case if case in known else next(iter(known))
+            return {name: known[name]}
+
+        found = compare(list(layouts), cases, steps=2, strategy=PlantedStrategy(tuple(patches)))
+        return [row(f"oracle, {each.layout}: within 1e-10", True, each.ok) for each in found]
+
+    return rows
+
+
+@dataclass(frozen=True)
+class PlantedStrategy:
+    """Makes strategies as `make_strategy` does, with patches planted until they are closed."""
+
+    patches: tuple[Patch, ...]
+
+    def __call__(self, group: Group, layout: ParallelConfig) -> Hybrid:
+        around = planted(self.patches)
+        around.__enter__()
+        strategy = make_strategy(group, layout)
+        close = strategy.close
+
+        def close_and_restore() -> None:
+            close()
+            around.__exit__(None, None, None)
+
+        strategy.close = close_and_restore
+        return strategy
+
+
+def _on_rank(
+    group: Group, patches: Sequence[Patch], scene: Scene, runs: Sequence[tuple[int, Tokens]]
+) -> list[RankRecord]:
+    with planted(patches), make_strategy(group, scene.layout) as strategy:
+        return [_record(strategy, scene.config(seed), tokens) for seed, tokens in runs]
+
+
+def _record(strategy: SingleDevice, config: TrainConfig, tokens: Tokens) -> RankRecord:
+    trainer = Trainer(config, tokens, parallel=strategy)
+    try:
+        windows = tuple(trainer.loader.load(0).indices.tolist())
+        start = trainer.loader.state_dict()
+        trainer.backward()
+        trainer.updater.prepare_gradients()
+        norm = float(strategy.grad_norm(trainer.updater.parameters))
+        gradients = {name: gradient.clone() for name, gradient in strategy.gradients().items()}
+        trainer.updater.zero_grad()
+        trainer.loader.load_state_dict(start)
+        with ledger() as led:
+            steps = [trainer.step()]
+        steps += [trainer.step() for _ in range(config.steps - 1)]
+        placements, parts = strategy.weight_placements, strategy.parts()
+        bits = hashes(((name, _part(placements[name])), part) for name, part in parts.items())
+        return RankRecord(tuple(steps), led, windows, gradients, norm, bits)
+    finally:
+        trainer.loader.close()
+
+
+def _part(placement: Placement) -> str:
+    """Which part of a parameter it is, the same text for all ranks that hold that part."""
+    inside = [part.of if isinstance(part, Partial) else part for part in placement.parts]
+    return " ".join(str(replace(part, copy=0)) for part in inside)
