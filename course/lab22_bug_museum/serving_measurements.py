@@ -6,6 +6,7 @@ as an engineer would on the system that misbehaves.
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from course.kit.receipts import Row, row
 from course.lab22_bug_museum.exhibit import Measurement
@@ -185,6 +186,58 @@ def _without_cache(served: Served) -> Table:
     return table("prefix_cache=False", ("request", "prompt", "ended, as it was", "ended, now"), rows)
 
 
+def _gaps(title: str, change: Callable[[Traffic], Traffic]) -> Callable[[Served], Table]:
+    def show(served: Served) -> Table:
+        again = served.again(change(served.traffic))
+        rows = [
+            (str(number), served.longest_gap(number), again.longest_gap(number))
+            for number in range(len(served.traffic.asked))
+        ]
+        return table(title, ("request", "longest gap in steps, as it was", "now"), rows)
+
+    return show
+
+
+def _admit_by_need(served: Served) -> Table:
+    """What an engineer tries on a copy of the server: another admission, and everything else as it is."""
+    short = Patch(
+        "minillm.serve.schedule.scheduler:Scheduler._admit",
+        {"self.pool.blocks_for(sequence.wanted(self.piece, skipped))": "self.pool.blocks_for(sequence.num_tokens)"},
+    )
+    others = [patch for patch in served.patches if patch.target != short.target]
+    again = serve(served.traffic, [*others, short])
+    rows = []
+    waiting: set[str] = set()
+    for record in again.records:
+        for name in record.admitted:
+            if name in waiting:
+                rows.append((str(record.step - 1), f"{name} again", _latest(again, record.step)))
+                waiting.discard(name)
+        for name in record.preempted:
+            rows.append((str(record.step - 1), f"{name} preempted", _latest(again, record.step)))
+            waiting.add(name)
+    heads = ("step", "what happened", "latest request admitted so far")
+    return table("the same requests, admitted as soon as their prompts fit", heads, rows[:STEPS_SHOWN])
+
+
+def _latest(served: Served, step: int) -> int:
+    names = [name for record in served.records if record.step <= step for name in record.admitted]
+    return max(int(name.partition("/")[0]) for name in names)
+
+
+def _stay(traffic: Traffic) -> Traffic:
+    return replace(traffic, asked=tuple(replace(each, leaves=None) for each in traffic.asked))
+
+
+def _patient(served: Served) -> Table:
+    again = served.again(_stay(served.traffic))
+    rows = [
+        ("sequences counted as running when all is over", served.seats, again.seats),
+        ("steps", served.steps, again.steps),
+    ]
+    return table("the same requests, and nobody goes away", ("", "as it was", "now"), rows)
+
+
 def _alone(served: Served) -> Table:
     rows = []
     for number in range(len(served.traffic.asked)):
@@ -229,6 +282,14 @@ NO_CACHE_ENDS = Measurement("prefix-cache-off", 10, "the same requests without a
 RECOMPUTE = Measurement(
     "recompute", 10, "the same requests, preempted sequences recomputed and not swapped",
     _again('preemption="recompute"', lambda traffic: traffic.with_engine(preemption="recompute", num_host_blocks=0)),
+)  # fmt: skip
+SMALL_RESERVE = Measurement(
+    "admit-by-need", 15, "who is preempted and who returns if prompts are admitted as soon as they fit", _admit_by_need
+)
+NO_CANCELS = Measurement("nobody-leaves", 10, "the same requests, and no client goes away", _patient)
+WHOLE_PROMPT_GAPS = Measurement(
+    "whole-prompts", 10, "the same requests, each prompt in one piece",
+    _gaps("chunk=None, token_budget=1024", lambda traffic: traffic.with_engine(chunk=None, token_budget=1024)),
 )  # fmt: skip
 BIG_POOL = Measurement(
     "large-pool", 10, "the same requests with 512 blocks",

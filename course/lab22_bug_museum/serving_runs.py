@@ -10,7 +10,7 @@ value that it read, so that a wrong one shows within a token or two.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
@@ -95,10 +95,15 @@ class Served:
     def wrong(self) -> list[int]:
         """Of each request, tokens of its answers that are not the naive loop's; of one that was cancelled, as far as
         it came."""
+        return self.wrong_of(range(len(self.traffic.asked)))
+
+    def wrong_of(self, numbers: Iterable[int]) -> list[int]:
+        """The same of some requests."""
         found = []
-        for number, asked in enumerate(self.traffic.asked):
-            pairs = zip(self.answers(number), self.right(number), strict=False)
-            found.append(sum(_differing(mine, right, asked.leaves is not None) for mine, right in pairs))
+        for number in numbers:
+            right, cut = self.right(number), self.traffic.asked[number].leaves is not None
+            mine = self.answers(number) or [[] for _ in right]
+            found.append(sum(_differing(*pair, cut) for pair in zip(mine, right, strict=True)))
         return found
 
     @property
