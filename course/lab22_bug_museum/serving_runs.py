@@ -60,7 +60,7 @@ class Traffic:
         return replace(self, engine={**self.engine, **options})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Served:
     """What came of each request, by its place in the traffic. ended: the step in which it ended; None = it did not.
 
