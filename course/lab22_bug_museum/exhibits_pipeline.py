@@ -1,11 +1,12 @@
-"""Exhibits of pipelines: the factor of the microbatches, and tied embeddings that drift apart."""
+"""Exhibits of pipelines: the factor of the microbatches, tied embeddings that drift apart, and two that cancel."""
 
-from functools import partial
+from collections.abc import Sequence
 
+from course.kit.receipts import row
 from course.lab22_bug_museum import training_measurements as seen
-from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
+from course.lab22_bug_museum.exhibit import Clue, Exhibit, Measurement, Suspect, WrongFix
 from course.lab22_bug_museum.patches import Patch
-from course.lab22_bug_museum.training_runs import Scene, oracle, train
+from course.lab22_bug_museum.training_runs import Record, Run, Scene, oracle
 from minillm.train.parallel_config import ParallelConfig
 
 RUN = "minillm.parallel.pipeline_parallel.held_parts:HeldParts.run"
@@ -26,7 +27,7 @@ PIPELINE_FACTOR = Exhibit(
         "no longer learns as fast as it did."
     ),
     faults=(MICROBATCHES,),
-    run=partial(train, Scene(ParallelConfig(pp=2, accumulate=4))),
+    run=Run(Scene(ParallelConfig(pp=2, accumulate=4))),
     looks=lambda record: [seen.falls(record), seen.starts_right(record), seen.replicas_agree(record)],
     trace=lambda record: [seen.gradients_are_right(record), seen.norm_is_right(record), seen.starts_right(record)],
     measurements=seen.USUAL,
@@ -61,7 +62,8 @@ PIPELINE_FACTOR = Exhibit(
     wrong_fixes=(
         WrongFix(
             "only the gradient",
-            "The gradient is right now, but the log still divides by the number of microbatches: a loss that is already "
+            "The gradient is right now, but the log still divides by the number of microbatches: a loss that is "
+            "already "
             "a share of the whole batch's is averaged once more.",
             ({"loss_of)": "loss_of) / count"},),
         ),
@@ -101,10 +103,231 @@ PIPELINE_FACTOR = Exhibit(
         "from the update; only clipping, weight decay's relative share and plain SGD notice it.",
     ),
     lesson=(
-        "A loss curve under Adam says nothing about the scale of gradients. Compare the gradient norm of the first step "
+        "A loss curve under Adam says nothing about the scale of gradients. Compare the gradient norm of the first "
+        "step "
         "with one process, under SGD in float64 where you can, before any curve."
     ),
     proof=oracle([ParallelConfig(pp=2, accumulate=3)]),
 )
 
-EXHIBITS = (PIPELINE_FACTOR,)
+FINISH = "minillm.train.strategies.hybrid:Hybrid.finish_backward"
+ADDED = "self.model.pipeline.finish()"
+TIED_DRIFT = Exhibit(
+    name="tied-drift",
+    title="One embedding in two places",
+    kind="training",
+    threads=("https://github.com/NVIDIA/Megatron-LM/issues/299",),
+    symptom=(
+        "A small model shares its embedding with its head. Cut into two stages, the loss falls even faster than it did "
+        "on "
+        "one process, and the difference grows. When the checkpoint is exported, which keeps one embedding, the model "
+        "is "
+        "worse than the last loss of the log."
+    ),
+    faults=(Patch(FINISH, {ADDED: "pass"}),),
+    run=Run(Scene(ParallelConfig(pp=2, accumulate=2), model=seen.TIED)),
+    looks=lambda record: [seen.falls(record), seen.starts_right(record)],
+    trace=lambda record: [seen.gradients_are_right(record), seen.replicas_agree(record), seen.norm_is_right(record)],
+    measurements=seen.USUAL,
+    suspects=(
+        Suspect("pipeline, shared parameters", "the two stages' gradients of the embedding are never added up"),
+        Suspect(
+            "pipeline, loss",
+            "the gradient is too large by the number of microbatches",
+            "Only one parameter has a wrong gradient; a factor in the loss would be in all of them.",
+        ),
+        Suspect(
+            "export",
+            "the wrong stage's embedding is written",
+            "Whichever is written is the wrong half: during the run the two stages hold two different embeddings.",
+        ),
+        Suspect(
+            "initialisation",
+            "the head starts from another draw than the embedding",
+            "Then the first loss would be another one than that of one process.",
+        ),
+        Suspect(
+            "optimizer",
+            "weight decay is applied to the embedding on one stage",
+            "The gradient of the embedding is wrong in the first step, before any update.",
+        ),
+    ),
+    wrong_fixes=(
+        WrongFix(
+            "averaged",
+            "An embedding that is used twice has the sum of both uses as its gradient, as in one process, where both "
+            "add "
+            "up in one `.grad`.",
+            (
+                {
+                    ADDED: f"{ADDED}\n        for name in self._shared & self.parts().keys():\n            self.parts()[name].grad.div_(2)"
+                },
+            ),
+        ),
+        WrongFix(
+            "the head's use dropped",
+            "The copies agree now, and the gradient of the head is thrown away: the embedding learns from one use of "
+            "two.",
+            (
+                {
+                    ADDED: "for name in self._shared & self.parts().keys() if self.groups.pp.rank else ():\n"
+                    f"            self.parts()[name].grad.zero_()\n        {ADDED}"
+                },
+            ),
+        ),
+    ),
+    investigation=(
+        Clue(
+            "replica-check",
+            "One name: `embedding.weight`, which both stages hold, differs. Nothing else does. That is place and "
+            "parameter in one measurement.",
+        ),
+        Clue(
+            "gradients",
+            "Its gradient is a part of one process's, everything else is right: what is missing is the other use.",
+        ),
+    ),
+    misleading=Clue(
+        "losses",
+        "The loss falls faster than it should: two untied matrices can do more than a tied one. A better curve is no "
+        "reason to relax.",
+    ),
+    lesson=(
+        "What several ranks hold needs a sum for its gradient and a check of equality for its value. The check costs "
+        "eight "
+        "bytes for each tensor, so run it from the first day."
+    ),
+    proof=oracle([ParallelConfig(pp=2, accumulate=2)], case="tied"),
+    budget=45,
+)
+
+REDUCE = "minillm.parallel.data_parallel.ddp:_Replicated._reduce"
+AVERAGE = 'return self.group.all_reduce(flat, "avg", async_op=True)'
+DIVIDED_TWICE = Patch(
+    REDUCE, {AVERAGE: 'return self.group.all_reduce(flat.div_(self.group.world_size), "avg", async_op=True)'}
+)
+
+
+class _Both:
+    """With as many microbatches as replicas, and with twice as many."""
+
+    runs = tuple(Run(Scene(ParallelConfig(dp=2, pp=2, accumulate=n), steps=4)) for n in (2, 4))
+
+    def __call__(self, patches: Sequence[Patch], seed: int) -> tuple[Record, ...]:
+        return self.many(patches, [seed])[0]
+
+    def many(self, patches: Sequence[Patch], seeds: Sequence[int]) -> list[tuple[Record, ...]]:
+        return list(zip(*(run.many(patches, seeds) for run in self.runs), strict=True))
+
+
+def _of(which: int, measurement: Measurement, when: str) -> Measurement:
+    """The measurement of one of the two runs, under a name of its own."""
+    name, about = f"{measurement.name}-{when}", f"{measurement.about}, with {when} microbatches"
+    return Measurement(name, measurement.minutes, about, lambda records: measurement.show(records[which]))
+
+
+FACTORS_CANCEL = Exhibit(
+    name="factors-cancel",
+    title="Right with two microbatches",
+    kind="training",
+    threads=("https://github.com/pytorch/torchtitan/issues/1733", "https://github.com/apache/singa/pull/65"),
+    symptom=(
+        "Two replicas of a pipeline of two stages. With two microbatches the layout passes the oracle, gradient by "
+        "gradient. With four, which hide more of the bubble, every gradient is twice too large, so somebody suspects "
+        "the "
+        "schedule. This exhibit has two culprits that hide each other: name both, and repair both."
+    ),
+    faults=(MICROBATCHES, DIVIDED_TWICE),
+    run=_Both(),
+    looks=lambda records: [
+        seen.falls(records[0]),
+        seen.gradients_are_right(records[0]),
+        seen.norm_is_right(records[0]),
+        seen.replicas_agree(records[1]),
+    ],
+    trace=lambda records: [
+        row("wrong gradients with two microbatches", 0, len(records[0].wrong_gradients())),
+        row("wrong gradients with four microbatches", 0, len(records[1].wrong_gradients())),
+        seen.norm_is_right(records[0]),
+        seen.norm_is_right(records[1]),
+    ],
+    measurements=tuple(
+        _of(which, measurement, when)
+        for measurement in (seen.LOSSES, seen.NORMS, seen.RATIOS, seen.TRAFFIC, seen.REPLICAS)
+        for which, when in ((0, "two"), (1, "four"))
+    ),
+    suspects=(
+        Suspect(
+            "pipeline, the loss of a microbatch",
+            "each microbatch divides by its own tokens, and the sum is not averaged",
+        ),
+        Suspect(
+            "data parallelism, the bucket", "gradients are divided by the replicas before an average that divides again"
+        ),
+        Suspect(
+            "schedule",
+            "with four microbatches some backward runs twice",
+            "A backward that runs twice changes the traffic: the ledger has as many messages as the schedule. And it "
+            "would "
+            "spoil the direction, since not all microbatches would count twice.",
+        ),
+        Suspect(
+            "pipeline, messages",
+            "the third microbatch receives the first one's activation",
+            "Mixed-up microbatches change directions. Every gradient is exactly twice one process's.",
+        ),
+        Suspect(
+            "data parallelism, the bucket",
+            "gradients are summed over replicas and not averaged",
+            "With two microbatches the result is right, and a missing division would show there as well.",
+        ),
+    ),
+    wrong_fixes=(
+        WrongFix(
+            "the loss alone",
+            "The factor of the microbatches is gone, and now every gradient is half of what it should be, with two "
+            "microbatches too: there is a second bug, which divides by the replicas twice.",
+            ({}, None),
+        ),
+        WrongFix(
+            "the division alone",
+            "Now the layout that passed the oracle fails as well, by the number of microbatches. The second bug has "
+            "only "
+            "hidden the first.",
+            (None, {}),
+        ),
+        WrongFix(
+            "tuned to four",
+            "A constant that makes four microbatches right makes two wrong: a factor has to come from what it stands "
+            "for.",
+            ({"return loss(nll)": "return loss(nll) * count / 2", "loss_of)": "loss_of) * 2 / count"}, None),
+        ),
+    ),
+    investigation=(
+        Clue(
+            "gradient-norms-four",
+            "Twice one process's, with four microbatches, and right with two. A factor of M / 2, then. M is the number "
+            "of microbatches, and the 2 asks for an explanation.",
+        ),
+        Clue(
+            "gradients-four",
+            "All gradients have the factor, so it is in the loss or in the reduction that all share. One place "
+            "multiplies by "
+            "M and another divides by 2: the ranks along dp are two.",
+        ),
+    ),
+    misleading=Clue(
+        "gradients-two",
+        "All right, to the last digit. One point on the lattice where two factors cancel is no proof; the sizes of two "
+        "axes "
+        "were equal.",
+    ),
+    lesson=(
+        "Test with sizes that are all different, and none of them 1. Where a factor M / N appears, look for a place "
+        "that "
+        "multiplies by M and another that divides by N; a correction in between would be a third bug."
+    ),
+    proof=oracle([ParallelConfig(pp=2, accumulate=3), ParallelConfig(dp=3)]),
+)
+
+EXHIBITS = (PIPELINE_FACTOR, TIED_DRIFT, FACTORS_CANCEL)

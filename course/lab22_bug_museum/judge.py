@@ -37,8 +37,10 @@ def _bare(each: Any) -> Any:
 def _refuse_off(rows: Sequence[Row], shown: Sequence[Row]) -> None:
     off = [row for row in rows if row.verdict == "off"]
     if off:
-        said = "; ".join(
-            f"{row.name} is {format_value(row.measured, row.unit)} and should be {format_value(row.predicted, row.unit)}"
-            for row in off
-        )
+        said = "; ".join(map(_said, off))
         raise CheckFailed(f"The trace is still there: {said}.", shown, evidence=[row.measured for row in rows])
+
+
+def _said(row: Row) -> str:
+    measured, predicted = (format_value(value, row.unit) for value in (row.measured, row.predicted))
+    return f"{row.name} is {measured} and should be {predicted}"

@@ -2,10 +2,10 @@
 
 import difflib
 
-from course.lab22_bug_museum import exhibits_pipeline
+from course.lab22_bug_museum import exhibits_data_parallel, exhibits_pipeline, exhibits_split, exhibits_trainer
 from course.lab22_bug_museum.exhibit import Exhibit
 
-MODULES = (exhibits_pipeline,)
+MODULES = (exhibits_data_parallel, exhibits_pipeline, exhibits_split, exhibits_trainer)
 EXHIBITS: dict[str, Exhibit] = {its.name: its for module in MODULES for its in module.EXHIBITS}
 
 

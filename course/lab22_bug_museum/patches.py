@@ -8,8 +8,8 @@
         trainer.step()
     # here the function is the old one again, and `code_hash` says so
 
-Edits make a fault as readable as a diff, and they cannot outlive the code that they change: a text that no longer stands
-there exactly once is refused.
+Edits make a fault as readable as a diff, and they cannot outlive the code that they change: a text that no longer
+stands there exactly once is refused.
 """
 
 import contextlib

@@ -1,11 +1,16 @@
 """What can be ordered about a training run. Each shows what it found and concludes nothing."""
 
+from dataclasses import replace
+
 from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab22_bug_museum.exhibit import Measurement
-from course.lab22_bug_museum.training_runs import Record
+from course.lab22_bug_museum.training_runs import SMALL, Record
 from course.shared.table import Table, table
+from minillm.model import MoEConfig
 
 SHOWN = 6
+EXPERTS = replace(SMALL, moe=MoEConfig(4, 2, 16))
+TIED = replace(SMALL, tie_embeddings=True)
 
 
 def losses(record: Record) -> Table:
@@ -28,7 +33,7 @@ def ratios(record: Record) -> Table:
     return table(
         "gradients of the first step, beside one process's",
         ("parameter", "as a multiple", "relative difference"),
-        [(name, ratio, "none" if not error else error) for name, ratio, error in rows],
+        [(name, ratio, error or "none") for name, ratio, error in rows],
     )
 
 
@@ -44,10 +49,7 @@ def traffic(record: Record) -> Table:
 
 def replicas(record: Record) -> Receipt:
     drifted = record.drifted()
-    rows = [
-        row("parameters that several ranks hold", None, _shared(record)),
-        row("differ between ranks", None, len(drifted)),
-    ]
+    rows = [row("parts that several ranks hold", None, record.copies), row("differ between ranks", None, len(drifted))]
     rows += [row(f"    {name}", None, "differs") for name in drifted[:SHOWN]]
     return receipt(f"after {len(record.steps)} steps", rows, open_rows=2 + SHOWN)
 
@@ -60,11 +62,6 @@ def windows(record: Record) -> Table:
 def schedule(record: Record) -> Table:
     rows = [(str(a.step), a.lr, b.lr) for a, b in zip(record.steps, record.alone.steps, strict=True)]
     return table("learning rate", ("step", "this run", "one process"), rows[::3] + rows[-1:])
-
-
-def _shared(record: Record) -> int:
-    held = [name for rank in record.ranks for name in rank.bits]
-    return sum(held.count(name) > 1 for name in dict.fromkeys(held))
 
 
 LOSSES = Measurement("losses", 3, "the loss of this run and of one process on the same windows", losses)

@@ -1,14 +1,15 @@
 """A short training run with patches planted on its ranks, beside the same run by one process with minillm's own code.
 
-    record = train(Scene(ParallelConfig(dp=2)), patches, seed)
+    record = Run(Scene(ParallelConfig(dp=2)))(patches, seed)
     record.steps[0].grad_norm, record.alone[0].grad_norm
 
 Everything runs through `Trainer`, the strategies and the loader, as `python -m minillm train` does; the model and the
 text are small enough for a run to take about a second.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from minillm.data import Tokens
 from minillm.equivalence import cases_of, compare
 from minillm.measure import Ledger, ledger
 from minillm.model import ModelConfig
+from minillm.parallel.sharding.placement import Partial, Placement
 from minillm.train import TrainConfig, Trainer
 from minillm.train.fault_tolerance.replica_check import hashes
 from minillm.train.parallel_config import ParallelConfig
@@ -37,7 +39,7 @@ class Scene:
 
     layout: ParallelConfig
     model: ModelConfig = SMALL
-    steps: int = 12
+    steps: int = 6
     windows: int = 2
     seq_len: int = 16
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +61,7 @@ class Scene:
 class RankRecord:
     """What one rank returns. windows: indices of its windows in the first step; gradients: whole, of the first step.
 
-    bits: a hash of each of its parameters after the last step.
+    bits: a hash of each of its parameters after the last step, by its name and which part of it that is.
     """
 
     steps: tuple[Step, ...]
@@ -67,7 +69,7 @@ class RankRecord:
     windows: tuple[int, ...]
     gradients: dict[str, Tensor]
     norm: float
-    bits: dict[str, int]
+    bits: dict[tuple[str, str], int]
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Record:
     """The run of all ranks, and of one process alone."""
 
     scene: Scene
-    ranks: tuple[RankRecord, ...]
+    ranks: Sequence[RankRecord]
     alone: RankRecord
 
     @property
@@ -98,15 +100,33 @@ class Record:
 
     def drifted(self) -> list[str]:
         """Parameters that several ranks hold and in which they differ after the last step."""
-        names = dict.fromkeys(name for rank in self.ranks for name in rank.bits)
-        return [n for n in names if len({rank.bits[n] for rank in self.ranks if n in rank.bits}) > 1]
+        held = dict.fromkeys(key for rank in self.ranks for key in rank.bits)
+        found = [key for key in held if len({rank.bits[key] for rank in self.ranks if key in rank.bits}) > 1]
+        return list(dict.fromkeys(name for name, _ in found))
+
+    @property
+    def copies(self) -> int:
+        """How many parameters, or slices of them, more than one rank holds."""
+        held = Counter(key for rank in self.ranks for key in rank.bits)
+        return sum(count > 1 for count in held.values())
 
 
-def train(scene: Scene, patches: Sequence[Patch], seed: int) -> Record:
-    """The run, its first gradients and its ledgers."""
-    tokens = text(seed)
-    ranks = launch(_on_rank, scene.layout.world_size, tuple(patches), scene, tokens, seed)
-    return Record(scene, tuple(ranks), _record(SingleDevice(), scene.alone(seed), tokens))
+@dataclass(frozen=True)
+class Run:
+    """The `run` of an exhibit: (patches, seed) -> Record. `many` has one launch for all of its seeds."""
+
+    scene: Scene
+
+    def __call__(self, patches: Sequence[Patch], seed: int) -> Record:
+        return self.many(patches, [seed])[0]
+
+    def many(self, patches: Sequence[Patch], seeds: Sequence[int]) -> list[Record]:
+        """A record for each seed."""
+        texts = [text(seed) for seed in seeds]
+        runs = list(zip(seeds, texts, strict=True))
+        by_rank = launch(_on_rank, self.scene.layout.world_size, tuple(patches), self.scene, runs)
+        alone = [_record(SingleDevice(), self.scene.alone(seed), tokens) for seed, tokens in runs]
+        return [Record(self.scene, ranks, one) for *ranks, one in zip(*by_rank, alone, strict=True)]
 
 
 def text(seed: int, count: int = 4096, words: int = 64) -> Tokens:
@@ -154,9 +174,11 @@ class PlantedStrategy:
         return strategy
 
 
-def _on_rank(group: Group, patches: Sequence[Patch], scene: Scene, tokens: Tokens, seed: int) -> RankRecord:
+def _on_rank(
+    group: Group, patches: Sequence[Patch], scene: Scene, runs: Sequence[tuple[int, Tokens]]
+) -> list[RankRecord]:
     with planted(patches), make_strategy(group, scene.layout) as strategy:
-        return _record(strategy, scene.config(seed), tokens)
+        return [_record(strategy, scene.config(seed), tokens) for seed, tokens in runs]
 
 
 def _record(strategy: SingleDevice, config: TrainConfig, tokens: Tokens) -> RankRecord:
@@ -173,6 +195,14 @@ def _record(strategy: SingleDevice, config: TrainConfig, tokens: Tokens) -> Rank
         with ledger() as led:
             steps = [trainer.step()]
         steps += [trainer.step() for _ in range(config.steps - 1)]
-        return RankRecord(tuple(steps), led, windows, gradients, norm, hashes(strategy.parts().items()))
+        placements, parts = strategy.weight_placements, strategy.parts()
+        bits = hashes(((name, _part(placements[name])), part) for name, part in parts.items())
+        return RankRecord(tuple(steps), led, windows, gradients, norm, bits)
     finally:
         trainer.loader.close()
+
+
+def _part(placement: Placement) -> str:
+    """Which part of a parameter it is, the same text for all ranks that hold that part."""
+    inside = [part.of if isinstance(part, Partial) else part for part in placement.parts]
+    return " ".join(str(replace(part, copy=0)) for part in inside)

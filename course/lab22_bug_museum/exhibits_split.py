@@ -1,0 +1,565 @@
+"""Exhibits of models and sequences that are cut over ranks: tensor, sequence and context parallelism."""
+
+from course.kit.receipts import row
+from course.lab22_bug_museum import training_measurements as seen
+from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
+from course.lab22_bug_museum.patches import Patch
+from course.lab22_bug_museum.training_runs import Run, Scene, oracle
+from minillm.train.parallel_config import ParallelConfig
+
+HYBRID = "minillm.train.strategies.hybrid:Hybrid."
+
+CONTEXT_NOT_REDUCED = Exhibit(
+    name="one-replica",
+    title="With one replica there is nothing to reduce",
+    kind="training",
+    threads=("https://github.com/ByteDance-Seed/VeOmni/issues/1115",),
+    symptom=(
+        "Context parallelism over two ranks, so that a document fits; there is no data parallelism yet. The loss is "
+        "right "
+        "in the first step and falls. As soon as a second replica is added, the same settings train noticeably better."
+    ),
+    faults=(Patch(HYBRID + "wrap", {"self.averaged_over > 1": "self.layout.dp > 1"}),),
+    run=Run(Scene(ParallelConfig(cp=2))),
+    looks=lambda record: [seen.falls(record), seen.starts_right(record)],
+    trace=lambda record: [seen.gradients_are_right(record), seen.replicas_agree(record), seen.norm_is_right(record)],
+    measurements=seen.USUAL,
+    suspects=(
+        Suspect(
+            "strategy, wrapping", "the model is wrapped for a reduction only if there are several data-parallel ranks"
+        ),
+        Suspect(
+            "ring attention",
+            "the backward of the ring uses a stale block of keys",
+            "That would spoil queries and keys and leave, for example, the last norm alone. Here every parameter is "
+            "wrong.",
+        ),
+        Suspect(
+            "loss",
+            "the loss is a mean of the two ranks' means",
+            "Both ranks have equally many tokens here, so the mean of means is the mean.",
+        ),
+        Suspect(
+            "positions",
+            "the second rank counts positions from zero",
+            "Wrong positions would change the first loss, and it is one process's to six digits.",
+        ),
+        Suspect(
+            "start",
+            "the ranks of a sequence start from different weights",
+            "Then the first loss would be another one. They start alike and drift apart afterwards.",
+        ),
+    ),
+    wrong_fixes=(
+        WrongFix(
+            "over dp",
+            "Now the model is wrapped, over the ranks of dp, of which there is one. Whoever sees other tokens belongs "
+            "to "
+            "the average: dp times cp.",
+            (
+                {
+                    "wrap(model, self.groups.replicas)": (
+                        "wrap(model, self.groups.mesh.dp if self.groups.is_split else self.group)"
+                    )
+                },
+            ),
+        ),
+        WrongFix(
+            "for cp alone",
+            "This asks for context parallelism and forgets dp: with dp and pp, gradients of the replicas no longer "
+            "meet.",
+            ({"self.averaged_over > 1": "self.layout.cp > 1"},),
+        ),
+        WrongFix(
+            "three or more",
+            "Two ranks are enough to need a reduction: the comparison is with 1.",
+            ({"self.averaged_over > 1": "self.averaged_over > 2"},),
+        ),
+    ),
+    investigation=(
+        Clue(
+            "ledger",
+            "Messages of the ring, and one sum of the loss: no all-reduce of the model's size. Nothing that a gradient "
+            "could travel with. This halves the space in one step: the question is no longer what is reduced wrongly "
+            "but "
+            "why nothing is.",
+        ),
+        Clue(
+            "replica-check",
+            "Ranks that hold the same weights drift apart in all of them, which confirms it and shows that it matters.",
+        ),
+    ),
+    misleading=Clue(
+        "losses",
+        "The loss is summed over both ranks, so it is that of the whole sequence, and both ranks learn something "
+        "useful. "
+        "A curve that falls is no evidence.",
+    ),
+    lesson=(
+        "An axis of size 1 is a corner of its own. The ranks that average gradients are those that see other tokens, "
+        "however the axes are called."
+    ),
+    proof=oracle([ParallelConfig(cp=2), ParallelConfig(dp=2, pp=2, accumulate=2)]),
+)
+
+SUM = "if self.groups.tp:"
+NORMS_UNDER_SEQUENCE = Exhibit(
+    name="norms-half-trained",
+    title="Norms that see half of the sequence",
+    kind="training",
+    threads=(
+        "https://github.com/EleutherAI/gpt-neox/issues/1257",
+        "https://github.com/PaddlePaddle/PaddleNLP/issues/7610",
+        "https://github.com/NVIDIA/Megatron-LM/issues/1446",
+    ),
+    symptom=(
+        "Sequence parallelism is switched on to save activations under tensor parallelism. Loss and gradient norm "
+        "agree "
+        "with the run before to three digits for as long as anybody looks. A checkpoint converted to another number of "
+        "ranks is slightly worse than the run that wrote it."
+    ),
+    faults=(Patch(HYBRID + "finish_backward", {SUM: "if self.groups.tp and not self.layout.sequence:"}),),
+    run=Run(Scene(ParallelConfig(tp=2, sequence=True))),
+    looks=lambda record: [
+        seen.falls(record),
+        seen.starts_right(record),
+        row("gradient norm, to 5 %", record.alone.norm, record.ranks[0].norm, "", 0.05),
+    ],
+    trace=lambda record: [seen.gradients_are_right(record), seen.replicas_agree(record)],
+    measurements=seen.USUAL,
+    suspects=(
+        Suspect("tensor parallelism, norms", "each rank keeps the gradient of its own part of the sequence"),
+        Suspect(
+            "checkpoint",
+            "the conversion cuts the slices in another order",
+            "The ranks disagree during the run already, before anything is saved. A conversion can only choose one of "
+            "them.",
+        ),
+        Suspect(
+            "sequence parallelism, gather",
+            "the gather before attention joins the parts in the wrong order",
+            "The first loss is one process's, so the forward pass has the tokens in order.",
+        ),
+        Suspect(
+            "tensor parallelism, matrices",
+            "a row-parallel layer sums its output twice",
+            "Matrices have the right gradients. Only the vectors of the norms are wrong.",
+        ),
+        Suspect(
+            "gradient norm",
+            "the norm counts the norms' weights twice",
+            "The logged norm is nearly right, and it does not change the gradients anyway.",
+        ),
+    ),
+    wrong_fixes=(
+        WrongFix(
+            "everything",
+            "Slices of matrices belong to one rank each. Summing them over the ranks adds different parts of a matrix "
+            "to "
+            "each other; only what is held by all and seen by each in part is a partial sum.",
+            (
+                {
+                    "sum_partial(self._reduced(), self.stepped.placements, self.groups.tp)": (
+                        "[self.groups.tp.all_reduce(gradient) for gradient in self._reduced().values()]"
+                    )
+                },
+            ),
+        ),
+        WrongFix(
+            "over the replicas",
+            "The parts of a sequence lie on the ranks of tensor parallelism. The replicas of this run are one rank, "
+            "and a "
+            "sum over one rank changes nothing.",
+            (
+                {
+                    "self.stepped.placements, self.groups.tp)": "self.stepped.placements, self.groups.replicas)",
+                },
+            ),
+        ),
+    ),
+    investigation=(
+        Clue(
+            "replica-check",
+            "It names them: `attention_norm`, `mlp_norm` and `norm` differ between ranks, since their gradients "
+            "differ. "
+            "That is the class of parameters that all ranks hold whole and each trains on its part of the sequence.",
+        ),
+    ),
+    misleading=Clue(
+        "gradient-norms",
+        "The norms' weights are few, so the norm of the whole gradient agrees to three digits. It has cost people "
+        "months.",
+    ),
+    lesson=(
+        "Whatever is replicated and sees a part of the tokens has a partial gradient. A list of names to reduce goes "
+        "stale; a placement that says `Partial` for each parameter does not."
+    ),
+    proof=oracle([ParallelConfig(tp=2, sequence=True)]),
+    budget=45,
+)
+
+COUNTED = "counted = [g for name, g in gradients.items() if placements is None or placements[name].is_counted]"
+NORM_COUNTS_COPIES = Exhibit(
+    name="norm-of-copies",
+    title="Clipped harder on more ranks",
+    kind="training",
+    threads=(
+        "https://github.com/NVIDIA-NeMo/RL/issues/3788",
+        "https://github.com/pytorch/torchtitan/issues/596",
+        "https://github.com/NVIDIA/Megatron-LM/issues/5916",
+    ),
+    symptom=(
+        "A model with tied embeddings moves from one process to a pipeline of two stages. Every gradient has been "
+        "checked "
+        "against one process, by name, and is right. Still the run clips in steps in which one process does not."
+    ),
+    faults=(
+        Patch(
+            "minillm.parallel.sharding.placement:global_norm",
+            {COUNTED: "counted = list(gradients.values())"},
+            also=("minillm.train.strategies.hybrid:global_norm",),
+        ),
+    ),
+    run=Run(Scene(ParallelConfig(pp=2, accumulate=2), model=seen.TIED)),
+    looks=lambda record: [seen.falls(record), seen.starts_right(record), seen.gradients_are_right(record)],
+    trace=lambda record: [seen.norm_is_right(record)],
+    measurements=seen.USUAL,
+    suspects=(
+        Suspect("gradient norm", "a parameter that several ranks hold counts once for each of them"),
+        Suspect(
+            "pipeline, loss",
+            "the loss is too large by the number of microbatches",
+            "Then the gradients would be, too, and each of them has been compared and is right.",
+        ),
+        Suspect(
+            "pipeline, tied embedding",
+            "the two stages' gradients of the embedding are not added up",
+            "The embedding's gradient is one process's, which is the sum of both uses.",
+        ),
+        Suspect(
+            "clipping",
+            "the threshold is applied per stage and not to the whole model",
+            "Then the logged norm would be smaller than one process's, since each stage sees a part. It is larger.",
+        ),
+    ),
+    wrong_fixes=(
+        WrongFix(
+            "rank 0 only",
+            "Now the second stage's own parameters count nowhere: each parameter has to count once, on some rank.",
+            ({COUNTED: "counted = list(gradients.values()) if group is None or group.rank == 0 else []"},),
+        ),
+        WrongFix(
+            "divided by the ranks",
+            "Dividing the sum by the number of ranks is right only if every rank holds everything. Most parameters are "
+            "on "
+            "one stage.",
+            (
+                {
+                    COUNTED: "counted = list(gradients.values())",
+                    "return (group.all_reduce(total) if": "return (group.all_reduce(total) / group.world_size if",
+                },
+            ),
+        ),
+        WrongFix(
+            "without the shared",
+            "This leaves the shared parameter out on both stages, and so it never counts.",
+            (
+                {
+                    COUNTED: "counted = [g for name, g in gradients.items() if 'embedding' not in str(name)]",
+                },
+            ),
+        ),
+    ),
+    investigation=(
+        Clue(
+            "gradient-norms",
+            "It is larger than one process's by the same share in every step, although the report says that each "
+            "gradient "
+            "is right. Then the sum over parameters is wrong, not its terms.",
+        ),
+        Clue(
+            "replica-check",
+            "One parameter is held by two ranks, and they agree in it: the tied embedding. The squares of its "
+            "gradient, "
+            "added once more, are what is too much.",
+        ),
+    ),
+    misleading=Clue(
+        "gradients",
+        "Twelve minutes to confirm what the report said. Right gradients and a wrong norm are two different things, "
+        "and "
+        "clipping looks at the norm.",
+    ),
+    lesson=(
+        "Sums over the whole model need an owner for every parameter. Test the norm on its own: no comparison of "
+        "gradients will notice it."
+    ),
+    proof=oracle([ParallelConfig(pp=2, accumulate=2)], case="tied"),
+    budget=45,
+)
+
+PATCHWORK = Exhibit(
+    name="patchwork",
+    title="A seed for every rank",
+    kind="training",
+    threads=("https://github.com/allenai/OLMo-core/pull/319", "https://github.com/NVIDIA-NeMo/Automodel/issues/1291"),
+    symptom=(
+        "Dropout masks have to differ between tensor-parallel ranks, so somebody adds the rank to the seed at the top "
+        "of "
+        "the program. The run trains as well as before. But it cannot be repeated on another number of ranks: with the "
+        "same seed, two and four ranks begin with different losses."
+    ),
+    faults=(
+        Patch(HYBRID + "build", {"start.fill(part, seed, device": "start.fill(part, seed + self.group.rank, device"}),
+    ),
+    run=Run(Scene(ParallelConfig(tp=2))),
+    looks=lambda record: [seen.falls(record), seen.replicas_agree(record)],
+    trace=lambda record: [seen.gradients_are_right(record)],
+    measurements=seen.USUAL,
+    suspects=(
+        Suspect("initialisation", "each rank cuts its slices from another model, drawn with its own seed"),
+        Suspect(
+            "data, sampler",
+            "each rank shuffles with its own seed",
+            "Both ranks of a tensor-parallel pair read the same windows, and their numbers are one process's.",
+        ),
+        Suspect(
+            "tensor parallelism, loss",
+            "the vocabulary's slices are normalised on their own",
+            "Then the loss would be that of half a vocabulary, lower by about log 2. It differs in the third digit.",
+        ),
+        Suspect(
+            "optimizer",
+            "the state of the optimizer depends on the number of ranks",
+            "The first loss differs already, before any optimizer has run.",
+        ),
+    ),
+    wrong_fixes=(
+        WrongFix(
+            "a constant seed",
+            "All ranks agree now, on a seed that nobody can choose: the run's own seed no longer says which model it "
+            "is.",
+            ({"start.fill(part, seed, device": "start.fill(part, 0, device"},),
+        ),
+        WrongFix(
+            "the rank of tp",
+            "The rank within its group is still a rank: slices of one matrix have to come from one draw.",
+            ({"start.fill(part, seed, device": "start.fill(part, seed + self.groups.tp.rank, device"},),
+        ),
+    ),
+    investigation=(
+        Clue(
+            "losses",
+            "The very first loss is another model's. That excludes everything that happens after the forward pass: "
+            "reductions, optimizer, schedule.",
+        ),
+        Clue(
+            "windows",
+            "The data are the same. What is left before the first loss is the model, and how it is drawn.",
+        ),
+    ),
+    misleading=Clue(
+        "replica-check",
+        "Slices are on one rank each, so nothing can differ, and the norms' weights, which are copies, all start at "
+        "one. "
+        "A patchwork of random slices is a fine random model: only the comparison with one process shows it.",
+    ),
+    lesson=(
+        "Draw a parameter from (seed, name) and cut it, and the model is the same on any number of ranks. Only what is "
+        "meant to differ, such as dropout, may know the rank."
+    ),
+    proof=oracle([ParallelConfig(tp=2)]),
+    budget=45,
+)
+
+DIVIDED, TAKEN = "loss = nll / loss_divisor", "nll, _ = module"
+MEAN_OF_MEANS = Exhibit(
+    name="mean-of-means",
+    title="The last part of a document weighs more",
+    kind="training",
+    threads=(
+        "https://github.com/NVIDIA/Megatron-LM/issues/673",
+        "https://github.com/NVIDIA/Megatron-LM/issues/906",
+        "https://github.com/pytorch/torchtitan/issues/3280",
+    ),
+    symptom=(
+        "Sequences of 13 tokens over two context-parallel ranks, padded to 16. The logged loss is right in the first "
+        "step. With 16 tokens the layout agrees with one process in every digit; with 13 it is a little worse, for "
+        "which "
+        "padding is blamed."
+    ),
+    faults=(
+        Patch(
+            "minillm.train.strategies.single_device:SingleDevice.forward_backward",
+            {TAKEN: "nll, own = module", DIVIDED: "loss = nll / own"},
+        ),
+    ),
+    run=Run(Scene(ParallelConfig(cp=2), seq_len=13)),
+    looks=lambda record: [seen.falls(record), seen.starts_right(record), seen.replicas_agree(record)],
+    trace=lambda record: [seen.gradients_are_right(record), seen.norm_is_right(record)],
+    measurements=seen.USUAL,
+    suspects=(
+        Suspect("loss", "each rank divides by its own tokens, and the ranks have unequally many"),
+        Suspect(
+            "padding",
+            "padded positions count in the loss",
+            "The log's tokens and loss are one process's: positions of padding have no target and count for nothing.",
+        ),
+        Suspect(
+            "data parallelism",
+            "the gradients of the two ranks are not averaged",
+            "The replica check is clean and the ledger has the all-reduce: they are averaged, with wrong weights.",
+        ),
+        Suspect(
+            "ring attention",
+            "the mask lets padding be attended to",
+            "Padding comes after every real token, so causal attention never looks at it, and the first loss is right.",
+        ),
+        Suspect(
+            "positions",
+            "the zigzag order gives a rank the other's positions",
+            "Then 16 tokens would be wrong as well.",
+        ),
+    ),
+    wrong_fixes=(
+        WrongFix(
+            "own tokens, then the ranks",
+            "The ranks' gradients are averaged afterwards, which divides by the number of ranks already; and its own "
+            "tokens remain the wrong divisor.",
+            ({TAKEN: "nll, own = module", DIVIDED: "loss = nll / own / self.averaged_over"},),
+        ),
+        WrongFix(
+            "all tokens, averaged once more",
+            "The divisor is the tokens of all ranks now, and the average over ranks divides once more: the gradient is "
+            "too "
+            "small by the number of ranks.",
+            ({TAKEN: "nll, own = module", DIVIDED: "loss = nll / self.sum(own)"},),
+        ),
+    ),
+    investigation=(
+        Clue(
+            "gradient-norms",
+            "A few percent too large, in every step. No clean factor, so it is a weighting and not a forgotten "
+            "division.",
+        ),
+        Clue(
+            "gradients",
+            "Every parameter is off by another share: a different mixture of the same two ranks' gradients. With 16 "
+            "tokens "
+            "it vanishes, so the mixture depends on how many tokens each rank has.",
+        ),
+    ),
+    misleading=Clue(
+        "losses",
+        "The log adds up sums of losses and divides by all tokens, so it is right. What is logged and what is "
+        "differentiated are two numbers.",
+    ),
+    lesson=(
+        "The mean over tokens is no mean of means. Divide by the tokens of the whole step over the number of ranks "
+        "that "
+        "average, and test with unequal numbers."
+    ),
+    proof=oracle([ParallelConfig(cp=2), ParallelConfig(dp=2)], case="unequal"),
+)
+
+RING = "minillm.parallel.context_parallel.ring:_Ring.backward"
+BLOCK = "attention.backward(q, *block, lse"
+STALE_BLOCK = Exhibit(
+    name="stale-block",
+    title="Forward perfect, gradients wrong",
+    kind="training",
+    threads=("https://github.com/huggingface/diffusers/issues/14265",),
+    symptom=(
+        "Ring attention over two ranks. Its output agrees with full attention to the last bit that float32 has, and a "
+        "test says so. The loss falls. Fine-tuning a model on long documents gives results that nobody can reproduce "
+        "with "
+        "full attention."
+    ),
+    faults=(Patch(RING, {BLOCK: "attention.backward(q, k, v, lse"}),),
+    run=Run(Scene(ParallelConfig(cp=2))),
+    looks=lambda record: [seen.falls(record), seen.starts_right(record), seen.replicas_agree(record)],
+    trace=lambda record: [seen.gradients_are_right(record)],
+    measurements=seen.USUAL,
+    suspects=(
+        Suspect(
+            "ring attention, backward",
+            "every step uses this rank's own keys and values in place of the block that has arrived",
+        ),
+        Suspect(
+            "ring attention, softmax",
+            "partial outputs are merged with the wrong log-sum-exps",
+            "The output would be wrong, and it is right: the first loss is one process's.",
+        ),
+        Suspect(
+            "strategy, wrapping",
+            "gradients of context-parallel ranks are never reduced",
+            "The replica check is clean, and parameters behind the last attention have the right gradients.",
+        ),
+        Suspect(
+            "positions",
+            "rotary positions of the second rank start at zero",
+            "That changes the forward pass, which is right.",
+        ),
+        Suspect(
+            "mixed precision",
+            "gradients of keys are added up in 16 bits",
+            "Everything here is float32, and rounding does not change a gradient by a third.",
+        ),
+    ),
+    wrong_fixes=(
+        WrongFix(
+            "own block only",
+            "Skipping the other ranks' blocks removes the wrong numbers and the right ones with them: queries attended "
+            "to "
+            "those keys, and both need their gradients.",
+            ({"if attention.is_seen:": "if attention.is_seen and source == rank:"},),
+        ),
+        WrongFix(
+            "own mask for own block",
+            "Mask and block fit together now, and both are this rank's own, in every step: its own keys count N times "
+            "and "
+            "the others never.",
+            (
+                {
+                    BLOCK: "attention.backward(q, k, v, lse",
+                    "ctx.segments, source)": "ctx.segments, rank)",
+                },
+            ),
+        ),
+        WrongFix(
+            "keys alone",
+            "The keys are the block's now. The values are still this rank's own.",
+            ({BLOCK: "attention.backward(q, block[0], v, lse"},),
+        ),
+    ),
+    investigation=(
+        Clue(
+            "gradients",
+            "The head, the last norm and the last MLP are right, queries and keys are wrong by a large share: the "
+            "error "
+            "enters in the backward of attention. Since the forward pass is right, it is in what the backward reads.",
+        ),
+    ),
+    misleading=Clue(
+        "gradient-norms",
+        "It agrees to four digits. At the start attention is nearly uniform and gradients of queries and keys are "
+        "small, "
+        "so they hardly count in the norm.",
+    ),
+    lesson=(
+        "A test of the output tests half of an autograd function. Compare gradients of all inputs with full attention, "
+        "in "
+        "float64, at sizes at which every rank has several blocks."
+    ),
+    proof=oracle([ParallelConfig(cp=2), ParallelConfig(cp=4)]),
+    budget=45,
+)
+
+EXHIBITS = (
+    CONTEXT_NOT_REDUCED,
+    NORMS_UNDER_SEQUENCE,
+    NORM_COUNTS_COPIES,
+    PATCHWORK,
+    MEAN_OF_MEANS,
+    STALE_BLOCK,
+)
