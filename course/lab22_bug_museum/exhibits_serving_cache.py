@@ -256,7 +256,10 @@ CACHE_ROLLED_BACK = Exhibit(
     name="rolled-back-twice",
     title="The cache that was rolled back twice",
     kind="serving",
-    threads=("https://github.com/meta-pytorch/gpt-fast/issues/233", "https://github.com/vllm-project/vllm/issues/30931"),
+    threads=(
+        "https://github.com/meta-pytorch/gpt-fast/issues/233",
+        "https://github.com/vllm-project/vllm/issues/30931",
+    ),
     symptom=(
         "The prefix cache is on, all prompts begin with the same page of instructions, and time to first token is what "
         "it was without a cache. A colleague has found a mended key in a branch; when it was deployed, answers became "
@@ -325,7 +328,9 @@ CACHE_ROLLED_BACK = Exhibit(
         ),
     ),
     investigation=(
-        Clue("cache-hits", "No request hits although all share 35 tokens: the key is too narrow, not the pool too small."),
+        Clue(
+            "cache-hits", "No request hits although all share 35 tokens: the key is too narrow, not the pool too small."
+        ),
         Clue(
             "prompts-in-pieces",
             "The roll-back says that something behind a hit is wrong. A prompt in pieces takes the same path without "

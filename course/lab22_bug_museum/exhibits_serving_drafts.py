@@ -64,7 +64,11 @@ LIKELIEST = Exhibit(
             "likeliest where the draft is sure",
             "Half sampled and half likeliest is still not sampled from q. The rule divides by the probability with "
             "which the token was chosen, whatever that is.",
-            ({"return draw_from(q, draws), q": "return torch.where(q.amax(-1) > 0.3, q.argmax(-1), draw_from(q, draws)), q"},),
+            (
+                {
+                    "return draw_from(q, draws), q": "return torch.where(q.amax(-1) > 0.3, q.argmax(-1), draw_from(q, draws)), q"
+                },
+            ),
         ),
         WrongFix(
             "a flatter q",

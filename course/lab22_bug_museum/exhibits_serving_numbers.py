@@ -187,7 +187,9 @@ def _stays_right(served: Served) -> list[Row]:
     gaps = [gap for _, _, gap in _partings(served)]
     return [
         seen.same_tokens(_in_float32(served), "float32: tokens that are not the naive loop's"),
-        row("bfloat16: answers part where float64 sees two logits less than 0.1 apart", True, max(gaps, default=0) < 0.1),
+        row(
+            "bfloat16: answers part where float64 sees two logits less than 0.1 apart", True, max(gaps, default=0) < 0.1
+        ),
     ]
 
 
@@ -204,7 +206,10 @@ ROUNDING = Exhibit(
     faults=(OTHER_GROUPS,),
     innocent=True,
     run=runs(_low_precision),
-    looks=lambda served: [*seen.plausible(served), row("greedy answers have changed", True, len(_partings(served)) > 0)],
+    looks=lambda served: [
+        *seen.plausible(served),
+        row("greedy answers have changed", True, len(_partings(served)) > 0),
+    ],
     trace=_stays_right,
     measurements=(
         Measurement("texts", 5, "how many answers are other than last week's", _show_counts),
@@ -242,7 +247,11 @@ ROUNDING = Exhibit(
             "the order of the batch",
             "The groups need their sequences in order of length; without it some read keys that are not theirs, and the "
             "answers are wrong in float32, too.",
-            ({"order = sorted(range(len(seen)), key=lambda s: (query_lens[s], seen[s]))": "order = list(range(len(seen)))"},),
+            (
+                {
+                    "order = sorted(range(len(seen)), key=lambda s: (query_lens[s], seen[s]))": "order = list(range(len(seen)))"
+                },
+            ),
         ),
         WrongFix(
             "no mask where a key is missing",

@@ -181,7 +181,15 @@ STALL = Exhibit(
             max(served.longest_gap(number) for number in range(4)),
         )
     ],
-    measurements=(seen.THROUGHPUT, seen.LATENCY, seen.STEPS, seen.ANSWERS, seen.POOL, seen.WHOLE_PROMPT_GAPS, seen.SEATS),
+    measurements=(
+        seen.THROUGHPUT,
+        seen.LATENCY,
+        seen.STEPS,
+        seen.ANSWERS,
+        seen.POOL,
+        seen.WHOLE_PROMPT_GAPS,
+        seen.SEATS,
+    ),
     suspects=(
         Suspect("scheduler, the plan of a step", "a step computes pieces of prompts or decodes, and never both"),
         Suspect(
@@ -317,13 +325,7 @@ SEATS = Exhibit(
         WrongFix(
             "count again when all is quiet",
             "The count is right again once nothing runs, and a busy server is never quiet: it gets slower as before.",
-            (
-                {
-                    "self.num_seqs -= sequence.num_seqs": (
-                        "self.num_seqs = self.num_seqs - 1 if self.running else 0"
-                    )
-                },
-            ),
+            ({"self.num_seqs -= sequence.num_seqs": ("self.num_seqs = self.num_seqs - 1 if self.running else 0")},),
         ),
         WrongFix(
             "as many as are running",

@@ -108,9 +108,7 @@ def acceptance(served: Served) -> float:
 def possible() -> float:
     """Share of first draft tokens that an exact rule can accept: the mean of Σ min(p, q)."""
     first = _after(target(), PROMPT)
-    overlap = [
-        sum(map(min, _after(target(), (*PROMPT, a)), _after(draft(), (*PROMPT, a)))) for a in range(WORDS)
-    ]
+    overlap = [sum(map(min, _after(target(), (*PROMPT, a)), _after(draft(), (*PROMPT, a)))) for a in range(WORDS)]
     return sum(p * each for p, each in zip(first, overlap, strict=True))
 
 

@@ -270,7 +270,9 @@ LATENCY = Measurement("latency", 5, "waiting time, longest gap between two token
 THROUGHPUT = Measurement("throughput", 5, "tokens and sequences in the mean step", _throughput)
 STEPS = Measurement("step-records", 10, "what each step computed, who came and who went", _steps)
 POOL = Measurement("pool", 5, "blocks in use, copied and preempted", _pool)
-HOLDERS = Measurement("block-tables", 15, "blocks that stand in several tables, and how many holders are counted", _holders)
+HOLDERS = Measurement(
+    "block-tables", 15, "blocks that stand in several tables, and how many holders are counted", _holders
+)
 SEATS = Measurement("scheduler-counts", 5, "sequences and steps that the scheduler counts at the end", _seats)
 ALONE = Measurement("one-at-a-time", 15, "each request again, with the engine to itself", _alone)
 ACCEPTANCE = Measurement("acceptance", 5, "draft tokens that were accepted", _acceptance)
