@@ -99,8 +99,8 @@ LATE_COPY = Exhibit(
         ),
         WrongFix(
             "not at the beginning of a block",
-            "This looks at where the token goes. Whether the block is shared does not depend on that, and a prompt may end "
-            "anywhere in a block.",
+            "This looks at where the token goes. Whether the block is shared does not depend on that, and a prompt "
+            "may end anywhere in a block.",
             ({OWN_BLOCK: "elif 1 < computed % size < size - 1:"},),
         ),
     ),
@@ -112,8 +112,8 @@ LATE_COPY = Exhibit(
         ),
         Clue(
             "block-tables",
-            "In the steps after the prompt four sequences hold the block that they write, and four holders are counted. "
-            "The count is right, so whoever wrote did not ask for it.",
+            "In the steps after the prompt four sequences hold the block that they write, and four holders are "
+            "counted. The count is right, so whoever wrote did not ask for it.",
         ),
     ),
     misleading=Clue(
@@ -192,13 +192,14 @@ NOTHING_LEFT = Exhibit(
     wrong_fixes=(
         WrongFix(
             "one block less",
-            "It ends now, and every other prompt computes a block that it has: 25 tokens hit 16 and not 24. Only the last "
-            "token has to be computed, for its logits.",
+            "It ends now, and every other prompt computes a block that it has: 25 tokens hit 16 and not 24. Only the "
+            "last token has to be computed, for its logits.",
             ({"(sequence.num_tokens - 1) // self.pool.block_size": "sequence.num_tokens // self.pool.block_size - 1"},),
         ),
         WrongFix(
             "no hit for whole blocks",
-            "A prompt that fills its blocks now hits nothing, although all of it but the last block could be taken over.",
+            "A prompt that fills its blocks now hits nothing, although all of it but the last block could be taken "
+            "over.",
             (
                 {
                     "(sequence.num_tokens - 1) // self.pool.block_size": (
@@ -228,12 +229,12 @@ NOTHING_LEFT = Exhibit(
     ),
     misleading=Clue(
         "latency",
-        "All other requests are as fast as ever. A mean leaves out whoever never ends, so the dashboard has no entry for "
-        "the one request that matters.",
+        "All other requests are as fast as ever. A mean leaves out whoever never ends, so the dashboard has no entry "
+        "for the one request that matters.",
     ),
     lesson=(
-        "A cache gives keys and values; the next token needs logits, and those come from a query. At least one token is "
-        "always computed. Alert on the oldest unanswered request, not on the mean of those that were answered."
+        "A cache gives keys and values; the next token needs logits, and those come from a query. At least one token "
+        "is always computed. Alert on the oldest unanswered request, not on the mean of those that were answered."
     ),
     proof=seen.against_the_loop(_prompts_again),
 )
@@ -314,8 +315,8 @@ LEFT_TOO_LATE = Exhibit(
         ),
         WrongFix(
             "only what returns goes first",
-            "What returns is there in time, and what leaves is still overwritten by whoever was given its blocks in this "
-            "very step.",
+            "What returns is there in time, and what leaves is still overwritten by whoever was given its blocks in "
+            "this very step.",
             (
                 {
                     MOVE + PASS: (
@@ -344,8 +345,8 @@ LEFT_TOO_LATE = Exhibit(
         "new owner, rightly, and the old contents have not left.",
     ),
     lesson=(
-        "Giving a block back and saving its contents are two events, and everything that writes has to come after both. "
-        "Whenever something is freed, name the last reader and show what makes it earlier than the next writer."
+        "Giving a block back and saving its contents are two events, and everything that writes has to come after "
+        "both. Whenever something is freed, name the last reader and show what makes it earlier than the next writer."
     ),
     proof=seen.against_the_loop(_swapping),
 )

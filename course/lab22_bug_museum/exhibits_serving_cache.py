@@ -41,7 +41,7 @@ def _hit(served: Served, number: int, expected: int, name: str) -> Row:
 
 
 def _two_templates(draw: random.Random) -> Traffic:
-    """Two templates whose token ids differ by multiples of 256, and one that has the other's tokens in another order."""
+    """Two templates whose ids differ by multiples of 256, and one with the first one's tokens in another order."""
     template = tokens(draw, 24)
     alike, turned = tuple(token ^ 256 for token in template), template[1:8] + template[:1] + template[8:]
     params = SamplingParams(10)
@@ -100,18 +100,20 @@ ONE_BYTE_HASH = Exhibit(
     wrong_fixes=(
         WrongFix(
             "a key that never matches",
-            "No wrong hit is left because no hit is left. The cache still costs its memory and no longer saves a token.",
+            "No wrong hit is left because no hit is left. The cache still costs its memory and no longer saves a "
+            "token.",
             ({"tuple(self.tokens[start : start + block_size])": "(object(),)"},),
         ),
         WrongFix(
             "the sum of the tokens",
-            "A sum is the same in any order, so a template with two tokens exchanged still gets the other's keys. A key "
-            "has to tell apart whatever attention tells apart.",
+            "A sum is the same in any order, so a template with two tokens exchanged still gets the other's keys. A "
+            "key has to tell apart whatever attention tells apart.",
             ({"tuple(self.tokens[start : start + block_size])": "(sum(self.tokens[start : start + block_size]),)"},),
         ),
         WrongFix(
             "the length as well",
-            "Two prompts of one length collide as before, and a prompt of another length no longer shares its template.",
+            "Two prompts of one length collide as before, and a prompt of another length no longer shares its "
+            "template.",
             (
                 {
                     "tuple(self.tokens[start : start + block_size])": (
@@ -140,7 +142,8 @@ ONE_BYTE_HASH = Exhibit(
     ),
     lesson=(
         "A cache key has to contain all that the cached value depends on, and a hit has to be compared before it is "
-        "trusted. minillm compares every token of the chain on a hit; the fault had to be planted where the key is made."
+        "trusted. minillm compares every token of the chain on a hit; the fault had to be planted where the key is "
+        "made."
     ),
     proof=seen.against_the_loop(_two_templates),
 )
@@ -312,7 +315,8 @@ CACHE_ROLLED_BACK = Exhibit(
         ),
         WrongFix(
             "only the mask",
-            "The mask is right now, and no prompt has a use for it: the parameters in the key still keep all hits away.",
+            "The mask is right now, and no prompt has a use for it: the parameters in the key still keep all hits "
+            "away.",
             (None, {}),
         ),
         WrongFix(
@@ -339,8 +343,8 @@ CACHE_ROLLED_BACK = Exhibit(
     ),
     misleading=Clue(
         "answers",
-        "All answers are right, because the path with the second fault never runs. As soon as the first fault is mended "
-        "they are wrong, which looks as if the repair had been the mistake.",
+        "All answers are right, because the path with the second fault never runs. As soon as the first fault is "
+        "mended they are wrong, which looks as if the repair had been the mistake.",
     ),
     lesson=(
         "When a good repair makes things worse, ask what it has switched on. Test each path by the shortest way to it "

@@ -1,6 +1,5 @@
 """Exhibits of speculation: drafts that were not sampled, numbers that are drawn twice, and a bug that is not one."""
 
-from course.kit.receipts import row
 from course.lab22_bug_museum import serving_distributions as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
 from course.lab22_bug_museum.patches import Patch
@@ -17,6 +16,8 @@ SAME_NUMBERS = Patch(
 )
 DRAFT_ = "minillm.serve.speculate.proposers.draft_model:DraftModel._draft"
 CERTAIN = Patch(DRAFT_, {"drafts.append(Draft(guesses, q))": "drafts.append(Draft(guesses))"})
+
+_SURE = "return torch.where(q.amax(-1) > 0.3, q.argmax(-1), draw_from(q, draws)), q"
 
 NOT_ATTENTION = Suspect(
     "attention",
@@ -64,11 +65,7 @@ LIKELIEST = Exhibit(
             "likeliest where the draft is sure",
             "Half sampled and half likeliest is still not sampled from q. The rule divides by the probability with "
             "which the token was chosen, whatever that is.",
-            (
-                {
-                    "return draw_from(q, draws), q": "return torch.where(q.amax(-1) > 0.3, q.argmax(-1), draw_from(q, draws)), q"
-                },
-            ),
+            ({"return draw_from(q, draws), q": _SURE},),
         ),
         WrongFix(
             "a flatter q",
@@ -96,8 +93,8 @@ LIKELIEST = Exhibit(
         "bookkeeping of speculation and nothing about its rule.",
     ),
     lesson=(
-        "q has to be the probability with which the draft token was really chosen. Test exactness where it can fail: at "
-        "temperature 1, on a vocabulary small enough to count, with the target as its own draft."
+        "q has to be the probability with which the draft token was really chosen. Test exactness where it can fail: "
+        "at temperature 1, on a vocabulary small enough to count, with the target as its own draft."
     ),
 )
 
@@ -107,9 +104,9 @@ TWICE = Exhibit(
     kind="serving",
     threads=("https://github.com/feifeibear/LLMSpeculativeSampling",),
     symptom=(
-        "Speculation is on; each first token is as likely as it should be, greedy answers are right, and the acceptance "
-        "rate is believable. A researcher who estimates an expectation from ten thousand samples finds it far off, and "
-        "more samples do not help."
+        "Speculation is on; each first token is as likely as it should be, greedy answers are right, and the "
+        "acceptance rate is believable. A researcher who estimates an expectation from ten thousand samples finds it "
+        "far off, and more samples do not help."
     ),
     faults=(SAME_NUMBERS,),
     run=runs(seen.sampled),
@@ -206,8 +203,8 @@ AS_IF_CERTAIN = Exhibit(
     wrong_fixes=(
         WrongFix(
             "q of one for all tokens",
-            "The ratio is p(x) as before, but what is left is now max(p - 1, 0), nothing, and the code falls back on p: "
-            "x gets a second chance after it was rejected. This is biased.",
+            "The ratio is p(x) as before, but what is left is now max(p - 1, 0), nothing, and the code falls back on "
+            "p: x gets a second chance after it was rejected. This is biased.",
             ({"drafts.append(Draft(guesses, q))": "drafts.append(Draft(guesses, None if q is None else q * 0 + 1))"},),
         ),
         WrongFix(
@@ -233,8 +230,8 @@ AS_IF_CERTAIN = Exhibit(
         "proves that the rule does not know q.",
     ),
     lesson=(
-        "Lossless and efficient are two questions. Any rule of acceptance with its own residual is exact; min(1, p/q) is "
-        "the one that accepts most. Passing q would make it faster, and not one token more right."
+        "Lossless and efficient are two questions. Any rule of acceptance with its own residual is exact; min(1, p/q) "
+        "is the one that accepts most. Passing q would make it faster, and not one token more right."
     ),
 )
 

@@ -20,6 +20,7 @@ PENALTIES = "minillm.serve.run.penalties:SeenOnHost.penalties"
 HOLDER = "if holder is not sequence or known > len(tokens):"
 STALE_ROW = Patch(PENALTIES, {HOLDER: "if known > len(tokens):"})
 PREPARE = "minillm.model.paged.gather:Gathered.prepare"
+BY_LENGTH = "order = sorted(range(len(seen)), key=lambda s: (query_lens[s], seen[s]))"
 OTHER_GROUPS = Patch(PREPARE, {"room = (GROUP_BYTES if": "room = (0 if"})
 
 
@@ -40,8 +41,8 @@ PENALTY = Exhibit(
     kind="serving",
     threads=("https://github.com/vllm-project/vllm/pull/5639",),
     symptom=(
-        "A customer who uses a repetition penalty gets other answers at noon than at night, with greedy decoding and the "
-        "same prompt. At night, on an idle server, they are the reference's. Requests without a penalty are the "
+        "A customer who uses a repetition penalty gets other answers at noon than at night, with greedy decoding and "
+        "the same prompt. At night, on an idle server, they are the reference's. Requests without a penalty are the "
         "reference's at any hour. A restart helps for some minutes."
     ),
     faults=(STALE_ROW,),
@@ -102,8 +103,8 @@ PENALTY = Exhibit(
         ),
         Clue(
             "one-seat",
-            "With one sequence at a time they never meet in a batch, and they are wrong all the same: they meet in what "
-            "stays behind. Only penalised requests are wrong, so it is the penalty's own memory.",
+            "With one sequence at a time they never meet in a batch, and they are wrong all the same: they meet in "
+            "what stays behind. Only penalised requests are wrong, so it is the penalty's own memory.",
         ),
     ),
     misleading=Clue(
@@ -199,9 +200,9 @@ ROUNDING = Exhibit(
     kind="serving",
     threads=("https://github.com/vllm-project/vllm/issues/9567", "https://github.com/vllm-project/vllm/issues/11658"),
     symptom=(
-        "Since a change of how sequences are grouped for attention, some greedy answers in bfloat16 are not last week's, "
-        "and some change with what else is in the batch. A regression test compares texts and is red. Temperature is 0, "
-        "so it must be a bug. Find it, or say why it is none."
+        "Since a change of how sequences are grouped for attention, some greedy answers in bfloat16 are not last "
+        "week's, and some change with what else is in the batch. A regression test compares texts and is red. "
+        "Temperature is 0, so it must be a bug. Find it, or say why it is none."
     ),
     faults=(OTHER_GROUPS,),
     innocent=True,
@@ -224,7 +225,8 @@ ROUNDING = Exhibit(
         Suspect(
             "attention, padding",
             "sequences see the padding of longer ones in their group",
-            "In float32 the same groups give the naive loop's answers to the last token; padding would show there, too.",
+            "In float32 the same groups give the naive loop's answers to the last token; padding would show there, "
+            "too.",
         ),
         Suspect(
             "block pool",
@@ -245,13 +247,9 @@ ROUNDING = Exhibit(
     wrong_fixes=(
         WrongFix(
             "the order of the batch",
-            "The groups need their sequences in order of length; without it some read keys that are not theirs, and the "
-            "answers are wrong in float32, too.",
-            (
-                {
-                    "order = sorted(range(len(seen)), key=lambda s: (query_lens[s], seen[s]))": "order = list(range(len(seen)))"
-                },
-            ),
+            "The groups need their sequences in order of length; without it some read keys that are not theirs, and "
+            "the answers are wrong in float32, too.",
+            ({BY_LENGTH: "order = list(range(len(seen)))"},),
         ),
         WrongFix(
             "no mask where a key is missing",
@@ -278,9 +276,9 @@ ROUNDING = Exhibit(
         "this counts the length of answers more than the size of an error.",
     ),
     lesson=(
-        "Compare logits with a tolerance, and texts only in float32. It is a bug when the difference is larger than the "
-        "rounding, or when somebody was promised the same bits in any batch: then every kernel has to keep its order of "
-        "summation, and that has a price."
+        "Compare logits with a tolerance, and texts only in float32. It is a bug when the difference is larger than "
+        "the rounding, or when somebody was promised the same bits in any batch: then every kernel has to keep its "
+        "order of summation, and that has a price."
     ),
 )
 

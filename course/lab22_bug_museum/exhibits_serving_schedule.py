@@ -62,9 +62,9 @@ TAIL = Exhibit(
     kind="serving",
     threads=("https://github.com/vllm-project/vllm/issues/41951", "https://arxiv.org/abs/2309.06180"),
     symptom=(
-        "Requests queue while most of the pool of blocks holds nothing yet. An engineer found the reason and mended it: "
-        "throughput rose by half, and so many users complained of answers that stood still in mid-sentence that it was "
-        "rolled back. Since then nobody touches it."
+        "Requests queue while most of the pool of blocks holds nothing yet. An engineer found the reason and mended "
+        "it: throughput rose by half, and so many users complained of answers that stood still in mid-sentence that "
+        "it was rolled back. Since then nobody touches it."
     ),
     faults=(BACK_OF_THE_QUEUE, RESERVED),
     run=runs(_steady),
@@ -102,19 +102,20 @@ TAIL = Exhibit(
     wrong_fixes=(
         WrongFix(
             "only the admission",
-            "Blocks are given when they are needed, so sequences are preempted again, and each preempted one goes to the "
-            "end of the queue: in the middle of its answer it waits for everybody who has come since.",
+            "Blocks are given when they are needed, so sequences are preempted again, and each preempted one goes to "
+            "the end of the queue: in the middle of its answer it waits for everybody who has come since.",
             (None, {}),
         ),
         WrongFix(
             "only the queue",
-            "Nobody is preempted while the whole answer is reserved. This changes nothing that can be measured, and the "
-            "pool stays half empty.",
+            "Nobody is preempted while the whole answer is reserved. This changes nothing that can be measured, and "
+            "the pool stays half empty.",
             ({}, None),
         ),
         WrongFix(
             "reserve a little less",
-            "Half of the answer is still reserved before it begins. A reservation has to be for what the next steps write.",
+            "Half of the answer is still reserved before it begins. A reservation has to be for what the next steps "
+            "write.",
             ({}, {WANTED: "self.pool.blocks_for((sequence.num_tokens + sequence.limit + 1) // 2)"}),
         ),
         WrongFix(
@@ -168,8 +169,8 @@ STALL = Exhibit(
     threads=("https://arxiv.org/abs/2308.16369", "https://github.com/GeeeekExplorer/nano-vllm/issues/274"),
     symptom=(
         "Prompts are computed in pieces, so that long ones do not disturb the others: that is what the configuration "
-        "says. Users see something else. Now and then every chat stops for a moment, all at once, and goes on. The mean "
-        "time per token is good and no request is slow as a whole."
+        "says. Users see something else. Now and then every chat stops for a moment, all at once, and goes on. The "
+        "mean time per token is good and no request is slow as a whole."
     ),
     faults=(PROMPTS_FIRST,),
     run=runs(_chat_and_documents),
@@ -195,8 +196,8 @@ STALL = Exhibit(
         Suspect(
             "configuration, chunk",
             "the pieces are too large",
-            "A piece has 16 tokens and a step room for 32. The chats stop for as many steps as the document has pieces, "
-            "so smaller pieces make it worse.",
+            "A piece has 16 tokens and a step room for 32. The chats stop for as many steps as the document has "
+            "pieces, so smaller pieces make it worse.",
         ),
         Suspect(
             "block pool",
@@ -217,8 +218,8 @@ STALL = Exhibit(
     wrong_fixes=(
         WrongFix(
             "taking turns",
-            "Every second step still leaves the chats out while a document comes in. A decoding sequence costs one token "
-            "of the budget: there is no reason to wait at all.",
+            "Every second step still leaves the chats out while a document comes in. A decoding sequence costs one "
+            "token of the budget: there is no reason to wait at all.",
             ({BUDGET: "    if prompts and self.step % 2:\n        batch.clear()\n" + BUDGET},),
         ),
         WrongFix(
@@ -235,12 +236,13 @@ STALL = Exhibit(
     investigation=(
         Clue(
             "latency",
-            "The longest gap of every chat is the same number of steps, and it is the number of pieces of a document. All "
-            "at once and as long as a prompt: that is the plan of the step, not the load.",
+            "The longest gap of every chat is the same number of steps, and it is the number of pieces of a document. "
+            "All at once and as long as a prompt: that is the plan of the step, not the load.",
         ),
         Clue(
             "step-records",
-            "While a document comes in, a step holds its pieces and not one decoded token, with half of the budget unused.",
+            "While a document comes in, a step holds its pieces and not one decoded token, with half of the budget "
+            "unused.",
         ),
     ),
     misleading=Clue(
@@ -249,8 +251,8 @@ STALL = Exhibit(
         "hundreds of tokens. A stall is a tail, and no mean shows it.",
     ),
     lesson=(
-        "Report the largest gap between two tokens, not the mean. Pieces of prompts help only if the same step decodes: "
-        "decoding goes first, it costs one token a sequence, and prompts get the rest of the budget."
+        "Report the largest gap between two tokens, not the mean. Pieces of prompts help only if the same step "
+        "decodes: decoding goes first, it costs one token a sequence, and prompts get the rest of the budget."
     ),
     proof=seen.against_the_loop(_chat_and_documents),
 )
@@ -283,8 +285,8 @@ SEATS = Exhibit(
     threads=("https://github.com/raullenchai/Rapid-MLX/issues/1759",),
     symptom=(
         "A server is fast after each restart and slower every day. Memory does not grow, all blocks come back, no "
-        "request fails, and the machine is less busy than in the beginning. Users of best-of-4 are impatient people and "
-        "close the page early; nobody sees a connection."
+        "request fails, and the machine is less busy than in the beginning. Users of best-of-4 are impatient people "
+        "and close the page early; nobody sees a connection."
     ),
     faults=(ONE_SEAT_BACK,),
     run=runs(_impatient),
@@ -308,7 +310,8 @@ SEATS = Exhibit(
         Suspect(
             "requests, the table",
             "cancelled requests stay in it and are looked through in every step",
-            "No request is left that has not ended. And a step would take longer, while here steps have fewer sequences.",
+            "No request is left that has not ended. And a step would take longer, while here steps have fewer "
+            "sequences.",
         ),
         Suspect(
             "prefix cache",
@@ -329,8 +332,8 @@ SEATS = Exhibit(
         ),
         WrongFix(
             "as many as are running",
-            "A request with four samples runs as one sequence until its prompt is computed, and then as four. Counted as "
-            "one it lets others in, and its samples run beyond max_num_seqs.",
+            "A request with four samples runs as one sequence until its prompt is computed, and then as four. Counted "
+            "as one it lets others in, and its samples run beyond max_num_seqs.",
             ({"self.num_seqs -= sequence.num_seqs": "self.num_seqs = len(self.running)"},),
         ),
         WrongFix(

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class Served:
     def longest_gap(self, number: int) -> int:
         """The most steps from one of its tokens to the next."""
         places = self.steps_of(number)
-        return max((after - before for before, after in zip(places, places[1:], strict=False)), default=0)
+        return max((after - before for before, after in pairwise(places)), default=0)
 
 
 def runs(make: Callable[[random.Random], Traffic]) -> Callable[[Sequence[Patch], int], Served]:
