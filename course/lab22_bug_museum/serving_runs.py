@@ -57,6 +57,11 @@ class Traffic:
         """One of its requests with the engine to itself."""
         return replace(self, asked=(replace(self.asked[number], at=0, leaves=None),))
 
+    @property
+    def low_precision(self) -> bool:
+        """Whether rounding is so coarse that equal tokens cannot be asked for."""
+        return self.model is not None and self.model.embedding.weight.dtype == torch.bfloat16
+
     def with_engine(self, **options: Any) -> "Traffic":
         return replace(self, engine={**self.engine, **options})
 
@@ -82,6 +87,10 @@ class Served:
     def again(self, traffic: Traffic) -> "Served":
         """Other traffic through the same code, faults included."""
         return serve(traffic, self.patches)
+
+    def again_with(self, patches: Sequence[Patch]) -> "Served":
+        """The same traffic through other code."""
+        return serve(self.traffic, patches)
 
     def answers(self, number: int) -> list[list[int]]:
         output = self.outputs[number]
