@@ -219,4 +219,3 @@ class _Planted:
 
         strategy.close = close_and_restore
         return strategy
-

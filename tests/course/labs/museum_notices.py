@@ -1,6 +1,6 @@
 """Writes `course/lab22_bug_museum/notices.json`: which check notices which fault. A minute or two.
 
-    python -m tests.course.labs.museum_notices
+python -m tests.course.labs.museum_notices
 """
 
 import json

@@ -30,9 +30,7 @@ def test_every_fault_is_noticed_and_what_is_none_is_not_called_wrong():
 def test_every_check_that_has_a_column_notices_something_or_is_explained():
     table = notices.load()
     silent = [
-        check
-        for check in (*notices.TRAINING, *notices.SERVING)
-        if not any(its.get(check) for its in table.values())
+        check for check in (*notices.TRAINING, *notices.SERVING) if not any(its.get(check) for its in table.values())
     ]
     assert silent == list(notices.SILENT)
 
