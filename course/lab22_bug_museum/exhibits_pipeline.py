@@ -160,7 +160,8 @@ TIED_DRIFT = Exhibit(
             "up in one `.grad`.",
             (
                 {
-                    ADDED: f"{ADDED}\n        for name in self._shared & self.parts().keys():\n            self.parts()[name].grad.div_(2)"
+                    ADDED: f"{ADDED}\n        for name in self._shared & self.parts().keys():\n"
+                    "            self.parts()[name].grad.div_(2)"
                 },
             ),
         ),

@@ -30,6 +30,7 @@ from minillm.train.steptime import Step
 from minillm.train.strategies.hybrid import Hybrid, make_strategy
 from minillm.train.strategies.single_device import SingleDevice
 
+HANGS_AFTER_S = 20.0
 SMALL = ModelConfig(64, 16, 32, 4, 4, 2, head_dim=4, max_seq_len=32)
 
 
@@ -53,7 +54,7 @@ class Scene:
         return self._config(seed, self.windows * self.layout.accumulate * self.layout.dp, 1)
 
     def _config(self, seed: int, windows: int, accumulate: int) -> TrainConfig:
-        how = {"lr": 3e-3, "warmup_steps": 2, "steps": self.steps, "seed": seed % 1000} | dict(self.settings)
+        how = {"lr": 1e-2, "warmup_steps": 2, "steps": self.steps, "seed": seed % 1000} | dict(self.settings)
         return TrainConfig(self.model, self.seq_len, windows, accumulate, **how)
 
 
@@ -124,7 +125,8 @@ class Run:
         """A record for each seed."""
         texts = [text(seed) for seed in seeds]
         runs = list(zip(seeds, texts, strict=True))
-        by_rank = launch(_on_rank, self.scene.layout.world_size, tuple(patches), self.scene, runs)
+        ranks = self.scene.layout.world_size
+        by_rank = launch(_on_rank, ranks, tuple(patches), self.scene, runs, timeout=HANGS_AFTER_S)
         alone = [_record(SingleDevice(), self.scene.alone(seed), tokens) for seed, tokens in runs]
         return [Record(self.scene, ranks, one) for *ranks, one in zip(*by_rank, alone, strict=True)]
 

@@ -1,0 +1,48 @@
+"""Lab 22: a repair is one if the trace that gave the bug away is gone, in a run and a layout that nobody has seen."""
+
+from typing import Any
+
+from course.kit.exercises import exercise
+from course.kit.receipts import Row
+from course.lab22_bug_museum import judge, museum
+
+
+@exercise(
+    "pipeline-factor",
+    minutes=12,
+    difficulty=3,
+    hints=(
+        "Which number is the loss of a microbatch divided by, and how many of these losses are added up?",
+        "`loss` already divides by what the whole batch counts. Whatever multiplies a microbatch's loss, and whatever "
+        "divides the sum for the log, has to go.",
+    ),
+)
+def check_pipeline_factor(learner: Any) -> list[Row]:
+    return judge.verify(museum.exhibit("pipeline-factor"), learner)
+
+
+@exercise(
+    "two-gpus-one-run",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "Two functions: one says which windows a rank reads, the other when a backward communicates.",
+        "Rank r starts r windows later and takes every world_size-th one. The last microbatch is the one that "
+        "communicates; all before it only accumulate.",
+    ),
+)
+def check_two_gpus_one_run(learner: Any) -> list[Row]:
+    return judge.verify(museum.exhibit("two-gpus-one-run"), learner)
+
+
+@exercise(
+    "utilisation",
+    minutes=8,
+    difficulty=2,
+    hints=(
+        "At how many positions does a token look on average, if it looks at those before it and at itself?",
+        "`causal_context(seq_len, window)` gives that average; training_flops and Adapters.training_flops take it.",
+    ),
+)
+def check_utilisation(learner: Any) -> list[Row]:
+    return judge.verify(museum.exhibit("utilisation"), learner)

@@ -1,0 +1,33 @@
+"""Spoilers of lab 22: the exhibits' own wrong repairs, and other right ones."""
+
+from course.kit.exercises import alternative, mistake
+from course.lab22_bug_museum import museum
+from course.lab22_bug_museum.patches import compiled
+
+for _name in ("pipeline-factor", "two-gpus-one-run", "utilisation"):
+    _exhibit = museum.exhibit(_name)
+    for _fix in _exhibit.wrong_fixes:
+        _code = tuple(
+            fault.replacement() if edits is None else compiled(fault.target, edits)
+            for fault, edits in zip(_exhibit.faults, _fix.code, strict=True)
+        )
+        mistake(_name, _fix.label, says=_fix.says)(_code if len(_code) > 1 else _code[0])
+
+mistake(
+    "utilisation",
+    "half of the positions, rounded down",
+    {"causal_context(self.config.seq_len, model.sliding_window)": "(self.config.seq_len - 1) // 2"},
+    says="A token looks at itself, too: on average at (seq_len + 1) / 2 positions, not at half of those before the last.",
+)
+
+alternative("pipeline-factor", "divided and multiplied", {"return loss(nll)": "return loss(nll * count) / count"})
+alternative(
+    "two-gpus-one-run",
+    "in another order",
+    {"position + self.rank + self.world_size * np.arange": "self.rank + position + self.world_size * np.arange"},
+)
+alternative(
+    "utilisation",
+    "the average by hand",
+    {"causal_context(self.config.seq_len, model.sliding_window)": "(self.config.seq_len + 1) / 2"},
+)
