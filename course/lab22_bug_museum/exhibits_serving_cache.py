@@ -264,9 +264,10 @@ CACHE_ROLLED_BACK = Exhibit(
         "https://github.com/vllm-project/vllm/issues/30931",
     ),
     symptom=(
-        "The prefix cache is on, all prompts begin with the same page of instructions, and time to first token is what "
-        "it was without a cache. A colleague has found a mended key in a branch; when it was deployed, answers became "
-        "nonsense, and it was rolled back. Answers are right again, and the cache is still of no use."
+        "The prefix cache is on, all prompts begin with the same page of instructions, and time to first token is "
+        "what it was without a cache. A colleague has found a mended key in a branch; when it was deployed, answers "
+        "became nonsense, and it was rolled back. Answers are right again, and the cache is still of no use. This "
+        "exhibit has two culprits that hide each other: name both, and repair both."
     ),
     faults=(PARAMS_IN_KEY, MASK_FROM_ZERO),
     run=runs(_cached_prompts),

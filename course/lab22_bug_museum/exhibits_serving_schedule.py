@@ -64,7 +64,8 @@ TAIL = Exhibit(
     symptom=(
         "Requests queue while most of the pool of blocks holds nothing yet. An engineer found the reason and mended "
         "it: throughput rose by half, and so many users complained of answers that stood still in mid-sentence that "
-        "it was rolled back. Since then nobody touches it."
+        "it was rolled back. Since then nobody touches it. This exhibit has two culprits that hide each other: name "
+        "both, and repair both."
     ),
     faults=(BACK_OF_THE_QUEUE, RESERVED),
     run=runs(_steady),
