@@ -11,7 +11,7 @@ from dataclasses import replace
 from course.kit.receipts import Row, row
 from course.lab22_bug_museum.exhibit import Measurement
 from course.lab22_bug_museum.patches import Patch
-from course.lab22_bug_museum.serving_runs import Served, Traffic, serve
+from course.lab22_bug_museum.serving_runs import ENGINE, Served, Traffic, serve
 from course.shared.table import Table, table
 
 STEPS_SHOWN = 24
@@ -110,6 +110,8 @@ def _throughput(served: Served) -> Table:
         ("tokens sampled, in the mean step", sampled / max(1, len(served.records))),
         ("sequences running, in the mean step", _mean([record.running for record in served.records])),
         ("sequences running, at most", max((record.running for record in served.records), default=0)),
+        ("sequences that have a seat (max_num_seqs)", {**ENGINE, **served.traffic.engine}["max_num_seqs"]),
+        ("steps in which requests waited", sum(record.waiting > 0 for record in served.records)),
     ]
     return table("throughput", ("", "value"), rows)
 
