@@ -31,6 +31,7 @@ GROUPS = {  # in the order in which a newcomer meets them: name -> (module, what
         "scaling": ("minillm.cli.scaling", "weak and strong scaling: measured on ranks, extended by arithmetic"),
         "bench": ("minillm.bench", "side by side with a peer"),
         "interview": ("course.commands.interview", "a mock interview that asks, times and checks"),
+        "museum": ("course.commands.museum", "real bugs to find: symptoms, measurements, a culprit, a repair"),
     },
     "Use": {
         "train": ("minillm.cli.train", "train a model on Python's source, or on your text"),

@@ -8,7 +8,7 @@ from course.lab22_bug_museum import judge, museum
 
 
 @exercise(
-    "pipeline-factor",
+    "slow-with-clipping",
     minutes=12,
     difficulty=3,
     hints=(
@@ -17,8 +17,8 @@ from course.lab22_bug_museum import judge, museum
         "divides the sum for the log, has to go.",
     ),
 )
-def check_pipeline_factor(learner: Any) -> list[Row]:
-    return judge.verify(museum.exhibit("pipeline-factor"), learner)
+def check_slow_with_clipping(learner: Any) -> list[Row]:
+    return judge.verify(museum.exhibit("slow-with-clipping"), learner)
 
 
 @exercise(
@@ -49,7 +49,7 @@ def check_utilisation(learner: Any) -> list[Row]:
 
 
 @exercise(
-    "nothing-left-to-compute",
+    "never-ends",
     minutes=5,
     difficulty=2,
     hints=(
@@ -58,4 +58,4 @@ def check_utilisation(learner: Any) -> list[Row]:
     ),
 )
 def check_nothing_left(learner: Any) -> list[Row]:
-    return judge.verify(museum.exhibit("nothing-left-to-compute"), learner)
+    return judge.verify(museum.exhibit("never-ends"), learner)

@@ -22,8 +22,8 @@ AFTER = """def average() -> None:
         return self.group.run("all_reduce", flat, average, async_op=True, how="avg")"""
 
 PARAMETERS_AVERAGED = Exhibit(
-    name="parameters-averaged",
-    title="An all-reduce of the right size",
+    name="a-little-worse",
+    title="A little worse than one process",
     kind="training",
     threads=("https://github.com/huggingface/picotron/issues/39",),
     symptom=(
@@ -217,8 +217,8 @@ TWO_REPLICAS_ONE_RUN = Exhibit(
 )
 
 EXPERTS_DOUBLED = Exhibit(
-    name="experts-doubled",
-    title="Experts that learn twice as fast",
+    name="eager-experts",
+    title="Experts that want half the learning rate",
     kind="training",
     threads=(
         "https://github.com/pytorch/pytorch/issues/160285",

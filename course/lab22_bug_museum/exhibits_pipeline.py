@@ -13,8 +13,8 @@ RUN = "minillm.parallel.pipeline_parallel.held_parts:HeldParts.run"
 MICROBATCHES = Patch(RUN, {"return loss(nll)": "return loss(nll) * count", "loss_of)": "loss_of) / count"})
 
 PIPELINE_FACTOR = Exhibit(
-    name="pipeline-factor",
-    title="Twice the microbatches, twice the gradient",
+    name="slow-with-clipping",
+    title="A pipeline that learns slowly once it clips",
     kind="training",
     threads=(
         "https://github.com/pytorch/pytorch/issues/144352",
@@ -113,8 +113,8 @@ PIPELINE_FACTOR = Exhibit(
 FINISH = "minillm.train.strategies.hybrid:Hybrid.finish_backward"
 ADDED = "self.model.pipeline.finish()"
 TIED_DRIFT = Exhibit(
-    name="tied-drift",
-    title="One embedding in two places",
+    name="too-good-a-curve",
+    title="A curve that is better than it should be",
     kind="training",
     threads=("https://github.com/NVIDIA/Megatron-LM/issues/299",),
     symptom=(
@@ -228,7 +228,7 @@ def _of(which: int, measurement: Measurement, when: str) -> Measurement:
 
 
 FACTORS_CANCEL = Exhibit(
-    name="factors-cancel",
+    name="right-with-two",
     title="Right with two microbatches",
     kind="training",
     threads=("https://github.com/pytorch/torchtitan/issues/1733", "https://github.com/apache/singa/pull/65"),

@@ -44,8 +44,8 @@ def _written_together(served: Served) -> int:
 
 
 LATE_COPY = Exhibit(
-    name="four-samples-one-block",
-    title="Four samples write into one block",
+    name="best-of-four",
+    title="Best of four, and no better than one",
     kind="serving",
     threads=("https://github.com/xLLM-AI/xllm/pull/1984",),
     symptom=(
@@ -140,7 +140,7 @@ def _prompts_again(draw: random.Random) -> Traffic:
 
 
 NOTHING_LEFT = Exhibit(
-    name="nothing-left-to-compute",
+    name="never-ends",
     title="A request that waits for nothing",
     kind="serving",
     threads=(
@@ -259,8 +259,8 @@ def _wrong_by_preemption(served: Served) -> tuple[int, int]:
 
 
 LEFT_TOO_LATE = Exhibit(
-    name="left-too-late",
-    title="Saved a moment too late",
+    name="lost-thread",
+    title="Answers that lose their thread under load",
     kind="serving",
     threads=("https://github.com/vllm-project/vllm/issues/52360",),
     symptom=(

@@ -51,8 +51,8 @@ def _two_templates(draw: random.Random) -> Traffic:
 
 
 ONE_BYTE_HASH = Exhibit(
-    name="another-prompt-s-keys",
-    title="The answer to somebody else's prompt",
+    name="nobody-asked",
+    title="The answer to a question that nobody asked",
     kind="serving",
     threads=(
         "https://github.com/waybarrios/vllm-mlx/pull/444",
@@ -162,7 +162,7 @@ def _two_tenants(draw: random.Random) -> Traffic:
 
 
 TENANTS = Exhibit(
-    name="a-hit-that-tells",
+    name="secret-is-out",
     title="Every token is right, and a secret is out",
     kind="serving",
     threads=("https://github.com/vllm-project/vllm/issues/44701", "https://github.com/vllm-project/vllm/issues/30931"),

@@ -31,7 +31,7 @@ NOT_SAMPLER = Suspect(
 )
 
 LIKELIEST = Exhibit(
-    name="the-draft-that-was-not-sampled",
+    name="all-alike",
     title="Creative answers, all alike",
     kind="serving",
     threads=("https://github.com/huggingface/transformers/issues/32867",),
@@ -99,8 +99,8 @@ LIKELIEST = Exhibit(
 )
 
 TWICE = Exhibit(
-    name="numbers-drawn-twice",
-    title="The dice remember",
+    name="far-off-mean",
+    title="An average that more samples do not mend",
     kind="serving",
     threads=("https://github.com/feifeibear/LLMSpeculativeSampling",),
     symptom=(
@@ -165,7 +165,7 @@ TWICE = Exhibit(
 )
 
 AS_IF_CERTAIN = Exhibit(
-    name="q-is-one",
+    name="the-review",
     title="The review that found a bias",
     kind="serving",
     threads=("https://github.com/SafeAILab/EAGLE/issues/329",),

@@ -36,8 +36,8 @@ def _penalised(draw: random.Random) -> Traffic:
 
 
 PENALTY = Exhibit(
-    name="the-seat-remembers",
-    title="Punished for what somebody else said",
+    name="noon-and-night",
+    title="Other answers at noon than at night",
     kind="serving",
     threads=("https://github.com/vllm-project/vllm/pull/5639",),
     symptom=(
@@ -203,7 +203,7 @@ def _stays_right(served: Served) -> list[Row]:
 
 
 ROUNDING = Exhibit(
-    name="another-answer-tomorrow",
+    name="other-than-last-week",
     title="Greedy, and another answer than last week",
     kind="serving",
     threads=("https://github.com/vllm-project/vllm/issues/9567", "https://github.com/vllm-project/vllm/issues/11658"),

@@ -57,7 +57,7 @@ def _without_faults(served: Served) -> list[Row]:
 
 
 TAIL = Exhibit(
-    name="the-tail-that-was-rolled-back",
+    name="idle-pool",
     title="Half the pool is idle, and filling it makes the tail worse",
     kind="serving",
     threads=("https://github.com/vllm-project/vllm/issues/41951", "https://arxiv.org/abs/2309.06180"),
@@ -164,7 +164,7 @@ def _chat_and_documents(draw: random.Random) -> Traffic:
 
 
 STALL = Exhibit(
-    name="the-stall",
+    name="held-breath",
     title="Every chat holds its breath",
     kind="serving",
     threads=("https://arxiv.org/abs/2308.16369", "https://github.com/GeeeekExplorer/nano-vllm/issues/274"),
@@ -280,7 +280,7 @@ def _most_running(served: Served) -> int:
 
 
 SEATS = Exhibit(
-    name="seats-that-leak",
+    name="slower-every-day",
     title="Slower every day, and well again after a restart",
     kind="serving",
     threads=("https://github.com/raullenchai/Rapid-MLX/issues/1759",),

@@ -10,8 +10,8 @@ from minillm.train.parallel_config import ParallelConfig
 HYBRID = "minillm.train.strategies.hybrid:Hybrid."
 
 CONTEXT_NOT_REDUCED = Exhibit(
-    name="one-replica",
-    title="With one replica there is nothing to reduce",
+    name="second-replica",
+    title="A second replica helps more than it should",
     kind="training",
     threads=("https://github.com/ByteDance-Seed/VeOmni/issues/1115",),
     symptom=(
@@ -104,8 +104,8 @@ CONTEXT_NOT_REDUCED = Exhibit(
 
 SUM = "if self.groups.tp:"
 NORMS_UNDER_SEQUENCE = Exhibit(
-    name="norms-half-trained",
-    title="Norms that see half of the sequence",
+    name="worse-after-conversion",
+    title="Worse after the conversion",
     kind="training",
     threads=(
         "https://github.com/EleutherAI/gpt-neox/issues/1257",
@@ -200,8 +200,8 @@ NORMS_UNDER_SEQUENCE = Exhibit(
 
 COUNTED = "counted = [g for name, g in gradients.items() if placements is None or placements[name].is_counted]"
 NORM_COUNTS_COPIES = Exhibit(
-    name="norm-of-copies",
-    title="Clipped harder on more ranks",
+    name="clips-too-often",
+    title="Clipped in steps that are harmless on one process",
     kind="training",
     threads=(
         "https://github.com/NVIDIA-NeMo/RL/issues/3788",
@@ -299,8 +299,8 @@ NORM_COUNTS_COPIES = Exhibit(
 )
 
 PATCHWORK = Exhibit(
-    name="patchwork",
-    title="A seed for every rank",
+    name="another-start",
+    title="Another start on another number of ranks",
     kind="training",
     threads=("https://github.com/allenai/OLMo-core/pull/319", "https://github.com/NVIDIA-NeMo/Automodel/issues/1291"),
     symptom=(
@@ -374,8 +374,8 @@ PATCHWORK = Exhibit(
 
 DIVIDED, TAKEN = "loss = nll / loss_divisor", "nll, _ = module"
 MEAN_OF_MEANS = Exhibit(
-    name="mean-of-means",
-    title="The last part of a document weighs more",
+    name="thirteen-tokens",
+    title="Sixteen tokens agree, thirteen do not",
     kind="training",
     threads=(
         "https://github.com/NVIDIA/Megatron-LM/issues/673",
@@ -465,8 +465,8 @@ MEAN_OF_MEANS = Exhibit(
 RING = "minillm.parallel.context_parallel.ring:_Ring.backward"
 BLOCK = "attention.backward(q, *block, lse"
 STALE_BLOCK = Exhibit(
-    name="stale-block",
-    title="Forward perfect, gradients wrong",
+    name="long-documents",
+    title="Long documents that nobody can reproduce",
     kind="training",
     threads=("https://github.com/huggingface/diffusers/issues/14265",),
     symptom=(

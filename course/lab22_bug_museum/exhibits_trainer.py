@@ -20,7 +20,7 @@ from minillm.train.strategies.hybrid import make_strategy
 STEP = "minillm.train.trainer:Trainer.step"
 RATE = "learning_rate(self.steps_done, self.config)"
 SCHEDULE_RUNS_AHEAD = Exhibit(
-    name="schedule-ahead",
+    name="half-way",
     title="A run that stops learning half-way",
     kind="training",
     threads=(
@@ -158,7 +158,7 @@ OWN = (
     "    tensors = gather(own, local"
 )
 HALF_A_CHECKPOINT = Exhibit(
-    name="half-a-checkpoint",
+    name="restart-bump",
     title="A bump after every restart",
     kind="training",
     threads=(
@@ -461,7 +461,7 @@ def _first_line(record: Outcome) -> str:
 
 
 BRANCH = Exhibit(
-    name="a-branch",
+    name="fourth-step",
     title="It hangs at the fourth step",
     kind="training",
     threads=("https://github.com/NVIDIA/nccl/issues/1324",),

@@ -16,7 +16,7 @@ TRAINED = tuple(name for name, its in museum.EXHIBITS.items() if isinstance(its.
 COLUMNS = ("last loss", "gradient norm", "worst gradient", "copies that differ")
 
 
-def silent(exhibit: str = "pipeline-factor") -> Figure:
+def silent(exhibit: str = "slow-with-clipping") -> Figure:
     """The loss of a run with a bug beside that of one process, and the gradients of its first step beside one
     process's."""
     record: Record = recorded(exhibit)

@@ -1,10 +1,10 @@
 """The game: order measurements, name the culprit, repair the code, and read how an experienced engineer did it.
 
-    case = visit("pipeline-factor")      # the symptom, what can be ordered, and the suspects
+    case = visit("slow-with-clipping")      # the symptom, what can be ordered, and the suspects
     case.order("gradient-norms")         # costs minutes
     case.accuse("c")                     # costs minutes if it is wrong, and says why it is
     case.code()                          # the suspects' functions as they run in this museum
-    case.repair(function)                # or check("pipeline-factor", function), where the lab has a cell for it
+    case.repair(function)                # or check("slow-with-clipping", function), where the lab has a cell for it
     case.debrief()
 
 The same object is what the notebook shows and what `python -m minillm museum` plays.

@@ -4,7 +4,7 @@ from course.kit.exercises import alternative, mistake
 from course.lab22_bug_museum import museum
 from course.lab22_bug_museum.patches import compiled
 
-for _name in ("pipeline-factor", "two-gpus-one-run", "utilisation", "nothing-left-to-compute"):
+for _name in ("slow-with-clipping", "two-gpus-one-run", "utilisation", "never-ends"):
     _exhibit = museum.exhibit(_name)
     for _fix in _exhibit.wrong_fixes:
         _code = tuple(
@@ -17,10 +17,10 @@ mistake(
     "utilisation",
     "half of the positions, rounded down",
     {"causal_context(self.config.seq_len, model.sliding_window)": "(self.config.seq_len - 1) // 2"},
-    says="A token looks at itself, too: on average at (seq_len + 1) / 2 positions, not at half of those before the last.",
+    says="A token looks at itself, too: on average at (seq_len + 1) / 2 positions.",
 )
 
-alternative("pipeline-factor", "divided and multiplied", {"return loss(nll)": "return loss(nll * count) / count"})
+alternative("slow-with-clipping", "divided and multiplied", {"return loss(nll)": "return loss(nll * count) / count"})
 alternative(
     "two-gpus-one-run",
     "in another order",
@@ -32,7 +32,7 @@ alternative(
     {"causal_context(self.config.seq_len, model.sliding_window)": "(self.config.seq_len + 1) / 2"},
 )
 alternative(
-    "nothing-left-to-compute",
+    "never-ends",
     "rounded up, less one",
     {"(sequence.num_tokens - 1) // self.pool.block_size": "-(-sequence.num_tokens // self.pool.block_size) - 1"},
 )

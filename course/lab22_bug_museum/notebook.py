@@ -52,7 +52,7 @@ guess_of_loss, guess_of_norm = 1.0, 1.0
 # A case begins with what was reported. Measurements cost minutes, a wrong accusation costs ten, and what is left counts.
 
 # %%
-case = visit("pipeline-factor", seed=1)
+case = visit("slow-with-clipping", seed=1)
 case
 
 # %% [markdown]
@@ -108,7 +108,7 @@ def run(self, step, batch, loss, counted=None):
     # END SOLUTION
 
 
-run = check("pipeline-factor", run)
+run = check("slow-with-clipping", run)
 
 # %% [markdown]
 # Now your guesses beside what was measured. A constant factor in the gradient cancels in Adam's update, which divides a mean
@@ -118,7 +118,7 @@ run = check("pipeline-factor", run)
 receipts.factor_under_adam(guess_of_loss, guess_of_norm)
 
 # %%
-show(figures.silent, exhibit="pipeline-factor")
+show(figures.silent, exhibit="slow-with-clipping")
 
 # %% [markdown]
 # On the left is what everybody looks at, on the right what gives the bug away. Move to other exhibits: which parameters are
@@ -233,7 +233,7 @@ mfu = check("utilisation", mfu)
 # engine gives you; the naive loop is its oracle.
 
 # %%
-waiting = visit("nothing-left-to-compute", seed=1)
+waiting = visit("never-ends", seed=1)
 waiting
 
 # %%
@@ -259,7 +259,7 @@ def prefixes(self, sequence):
     # END SOLUTION
 
 
-prefixes = check("nothing-left-to-compute", prefixes)
+prefixes = check("never-ends", prefixes)
 
 # %% [markdown]
 # ## 5 Receipts: what looks right, and what does not

@@ -18,6 +18,7 @@ EXAMPLES = {
     "scaling": ("scaling --ranks 1,2,4 --figure scaling.png",),
     "bench": ("bench comm --world-sizes 2,4 --sizes 64k,1M", "bench serve --json serve.json"),
     "interview": ("interview --minutes 20 --topic data", "interview --round design --level senior", "interview --due"),
+    "museum": ("museum", "museum slow-with-clipping", "museum --plant 7 --out broken_run"),
     "train": (
         "train --model-size tiny --steps 300 --run first",
         "train --resume --run first --export model",

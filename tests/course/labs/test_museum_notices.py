@@ -6,7 +6,7 @@ from course.lab22_bug_museum import notices
 from course.lab22_bug_museum.museum import EXHIBITS
 from tests.course.labs.museum_notices import found
 
-QUICK = ("another-prompt-s-keys", "a-hit-that-tells", "seats-that-leak", "the-seat-remembers")
+QUICK = ("nobody-asked", "secret-is-out", "slower-every-day", "noon-and-night")
 SERVING = [name for name, its in EXHIBITS.items() if its.kind == "serving"]
 TRAINING = [name for name, its in EXHIBITS.items() if its.kind == "training"]
 
