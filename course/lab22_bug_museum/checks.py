@@ -46,3 +46,16 @@ def check_two_gpus_one_run(learner: Any) -> list[Row]:
 )
 def check_utilisation(learner: Any) -> list[Row]:
     return judge.verify(museum.exhibit("utilisation"), learner)
+
+
+@exercise(
+    "never-ends",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "Which token's logits does the next token come from, and who computes them if the whole prompt was found?",
+        "All full blocks of the tokens but the last one may be taken over; without a prefix cache, none.",
+    ),
+)
+def check_nothing_left(learner: Any) -> list[Row]:
+    return judge.verify(museum.exhibit("never-ends"), learner)

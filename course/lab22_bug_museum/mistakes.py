@@ -4,7 +4,7 @@ from course.kit.exercises import alternative, mistake
 from course.lab22_bug_museum import museum
 from course.lab22_bug_museum.patches import compiled
 
-for _name in ("slow-with-clipping", "two-gpus-one-run", "utilisation"):
+for _name in ("slow-with-clipping", "two-gpus-one-run", "utilisation", "never-ends"):
     _exhibit = museum.exhibit(_name)
     for _fix in _exhibit.wrong_fixes:
         _code = tuple(
@@ -30,4 +30,9 @@ alternative(
     "utilisation",
     "the average by hand",
     {"causal_context(self.config.seq_len, model.sliding_window)": "(self.config.seq_len + 1) / 2"},
+)
+alternative(
+    "never-ends",
+    "rounded up, less one",
+    {"(sequence.num_tokens - 1) // self.pool.block_size": "-(-sequence.num_tokens // self.pool.block_size) - 1"},
 )

@@ -2,10 +2,30 @@
 
 import difflib
 
-from course.lab22_bug_museum import exhibits_data_parallel, exhibits_pipeline, exhibits_split, exhibits_trainer
+from course.lab22_bug_museum import (
+    exhibits_data_parallel,
+    exhibits_pipeline,
+    exhibits_serving_blocks,
+    exhibits_serving_cache,
+    exhibits_serving_drafts,
+    exhibits_serving_numbers,
+    exhibits_serving_schedule,
+    exhibits_split,
+    exhibits_trainer,
+)
 from course.lab22_bug_museum.exhibit import Exhibit
 
-MODULES = (exhibits_data_parallel, exhibits_pipeline, exhibits_split, exhibits_trainer)
+MODULES = (
+    exhibits_data_parallel,
+    exhibits_pipeline,
+    exhibits_split,
+    exhibits_trainer,
+    exhibits_serving_cache,
+    exhibits_serving_blocks,
+    exhibits_serving_schedule,
+    exhibits_serving_drafts,
+    exhibits_serving_numbers,
+)
 EXHIBITS: dict[str, Exhibit] = {its.name: its for module in MODULES for its in module.EXHIBITS}
 
 

@@ -14,7 +14,7 @@
 #
 # Each exhibit is a bug that shipped in a known project, planted in minillm's own code for one run. The run raises no error
 # and its loss falls. You get the symptom, order measurements for minutes, name the culprit, repair the code, and read how an
-# experienced engineer went about it. About three hours with three exercises; running the notebook from top to bottom takes
+# experienced engineer went about it. About three hours with four exercises; running the notebook from top to bottom takes
 # less than a minute. At the end you can answer:
 #
 # 1. Why is a falling loss no evidence, and which number of the first step is?
@@ -31,6 +31,7 @@ from course.kit import check, finish, hint, show, sliders
 from course.lab22_bug_museum import figures, receipts
 from course.lab22_bug_museum.desk import desk
 from course.lab22_bug_museum.game import visit
+from course.lab22_bug_museum.notices import notices
 from minillm.adapters.attach import adapted_kinds
 from minillm.data.sampler import permutation
 from minillm.predict.model import causal_context, training_flops
@@ -130,7 +131,7 @@ sliders(figures.silent, exhibit=list(figures.TRAINED))
 # %% [markdown]
 # ## 2 Two culprits
 #
-# Three exhibits of the museum hold two bugs that hide each other. Here is one: name both with `accuse("x", "y")`.
+# Four exhibits of the museum hold two bugs that hide each other. Here is one: name both with `accuse("x", "y")`.
 
 # %%
 pair = visit("two-gpus-one-run", seed=1)
@@ -226,7 +227,42 @@ def mfu(self, tokens, seconds):
 mfu = check("utilisation", mfu)
 
 # %% [markdown]
-# ## 4 Receipts: what looks right, and what does not
+# ## 4 A server
+#
+# Serving has silent bugs of its own. Here is a request that never ends on a healthy server. Counts and records are what an
+# engine gives you; the naive loop is its oracle.
+
+# %%
+waiting = visit("never-ends", seed=1)
+waiting
+
+# %%
+waiting.order()
+
+# %%
+waiting.accuse()
+
+# %% [markdown]
+# ### Exercise · repair the look-up (5 minutes)
+#
+# `prefixes` belongs to the scheduler: the keys of the blocks that a hit in the prefix cache may cover, none without
+# `self.pool.prefix_cache`. `sequence.prefixes(count, block_size)` gives those of its first `count` full blocks. The check
+# holds your function to the naive loop, and to the tokens that prompts of 24, 25 and 27 tokens may take over.
+
+
+# %%
+def prefixes(self, sequence):
+    """The keys of the full blocks of `sequence` that a hit may cover."""
+    # BEGIN SOLUTION
+    full = (sequence.num_tokens - 1) // self.pool.block_size if self.pool.prefix_cache else 0
+    return sequence.prefixes(full, self.pool.block_size)
+    # END SOLUTION
+
+
+prefixes = check("never-ends", prefixes)
+
+# %% [markdown]
+# ## 5 Receipts: what looks right, and what does not
 #
 # The rows that look right with the fault in place are what a review would have checked. The trace is there with the fault and
 # not without it, and after each run minillm's code is its own again, by a hash.
@@ -239,7 +275,20 @@ receipts.every_bug_leaves_a_trace()
 # least, the norm misses whole classes of parameters, and a comparison of gradients by name with one process sees nearly
 # everything but the norm itself and what happens after the gradients.
 #
-# ## 5 The other exhibits
+# Which of minillm's own checks would have noticed? This was computed by planting each fault and running the check, and a test
+# computes it again. A bug whose row says *no* under the check that you rely on is one that you would have shipped.
+
+# %%
+notices("training")
+
+# %%
+notices("serving")
+
+# %% [markdown]
+# Nobody's tokens are wrong in half of the serving exhibits: time, isolation and distributions need checks of their own.
+# [docs/debugging.md](../docs/debugging.md) has the exhibits on one page, from symptom to measurement to culprit.
+#
+# ## 6 The other exhibits
 #
 # Choose one, begin, and play. In a terminal, `python -m minillm museum` does the same, and
 # `python -m minillm museum NAME --fix FILE.py` judges a repair.
@@ -251,7 +300,7 @@ receipts.hall()
 desk()
 
 # %% [markdown]
-# ## 6 Where it loses
+# ## 7 Where it loses
 #
 # - A comparison with one process needs a model that one process can hold. At full size nobody has it: compare a small model
 #   under the same layout, with sizes that are all different, before the large run.
