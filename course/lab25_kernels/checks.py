@@ -90,7 +90,7 @@ def check_rms_norm(learner: Any) -> Receipt:
         seen = case.launch(
             backward, (programs,), dy, x, weight, given, dx, partial, count, width, ROWS=each, BLOCK=block
         )
-        scale = float((exact_r[:, None] * dy.double() * weight.double()).abs().max())  # of the two terms that cancel
+        scale = float((exact_r.detach()[:, None] * dy.double() * weight.double()).abs().max())  # of the two terms that cancel
         case.compare("dx", dx, exact_x.grad, scale=scale)
         case.compare("partial", partial, _by_program(dy, x, given, each), 1e-4, scale=float(partial.abs().max()))
         rows += case.bytes(seen, loaded={"x": size, "dy": size}, stored={"dx": size, "partial": 4 * partial.numel()},
