@@ -35,7 +35,7 @@ def check_bias_relu(learner: Callable) -> Receipt:
         exact = torch.relu(x.double() + bias.double()[torch.arange(n) % width])
         case.compare("y", y, exact, 1e-6)
         rows += case.bytes(seen, loaded={"x": 4 * n}, stored={"y": 4 * n}, at_most={"bias": 4 * n})
-    return receipt("bias and ReLU in one kernel", rows, open_rows=2)
+    return receipt("bias and ReLU in one kernel", rows)
 
 
 def check_softmax(learner: Callable) -> Receipt:
@@ -58,7 +58,7 @@ def check_softmax(learner: Callable) -> Receipt:
                               "maximum rises", evidence=times)  # fmt: skip
         rows += case.bytes(seen, stored={"y": size}, at_most={"x": 2 * size})
         case.tile(seen, block)
-    return receipt("softmax of rows in tiles", rows, open_rows=2)
+    return receipt("softmax of rows in tiles", rows)
 
 
 def check_rms_norm(learner: Any) -> Receipt:
@@ -90,12 +90,14 @@ def check_rms_norm(learner: Any) -> Receipt:
         seen = case.launch(
             backward, (programs,), dy, x, weight, given, dx, partial, count, width, ROWS=each, BLOCK=block
         )
-        scale = float((exact_r.detach()[:, None] * dy.double() * weight.double()).abs().max())  # of the two terms that cancel
+        scale = float(
+            (exact_r.detach()[:, None] * dy.double() * weight.double()).abs().max()
+        )  # of the two terms that cancel
         case.compare("dx", dx, exact_x.grad, scale=scale)
         case.compare("partial", partial, _by_program(dy, x, given, each), 1e-4, scale=float(partial.abs().max()))
         rows += case.bytes(seen, loaded={"x": size, "dy": size}, stored={"dx": size, "partial": 4 * partial.numel()},
                            at_most={"weight": weight.element_size() * x.numel()})  # fmt: skip
-    return receipt("RMSNorm, forward and backward", rows, open_rows=3)
+    return receipt("RMSNorm, forward and backward", rows)
 
 
 def _by_program(dy: Tensor, x: Tensor, r: Tensor, each: int) -> Tensor:

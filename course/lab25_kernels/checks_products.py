@@ -33,7 +33,7 @@ def check_matmul(learner: Callable) -> Receipt:
         if seen.bytes != expected.bytes:
             raise CheckFailed(f"{case.name}: {seen.bytes:,} B in all, and the formula says {expected.bytes:,.0f} B")
         case.tile(seen, max(tile_m * tile_k, tile_k * tile_n, tile_m * tile_n))
-    return receipt("a product in tiles", rows, open_rows=3)
+    return receipt("a product in tiles", rows)
 
 
 def check_between(learner: Any) -> Receipt:
@@ -64,7 +64,7 @@ def check_between(learner: Any) -> Receipt:
         case.compare("y", y, torch.nn.functional.silu(wide[:, :width]) * wide[:, width:])
         rows += case.bytes(seen, loaded={"both": both.numel() * both.element_size()},
                            stored={"y": y.numel() * y.element_size()})  # fmt: skip
-    return receipt("what lies between the products", rows, open_rows=2)
+    return receipt("what lies between the products", rows)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def check_paged(learner: Callable) -> Receipt:
         once = 4 * sum(lengths) * kv_heads * dim
         rows += case.bytes(seen, loaded={"keys": once, "values": once}, stored={"y": given[-1].nbytes},
                            at_most={"q": given[0].nbytes})  # fmt: skip
-    return receipt("a paged decode step", rows, open_rows=2)
+    return receipt("a paged decode step", rows)
 
 
 def paged_case(lengths: tuple, group: int, kv_heads: int, size: int, dim: int) -> tuple[Tensor, ...]:

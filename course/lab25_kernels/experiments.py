@@ -7,6 +7,7 @@ experiments_breaks.py      the six programs of the last exercise
 import logging
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,7 +93,8 @@ def fusion(numbers: int = NUMBERS, repeats: int = 7) -> Fusion:
 @dataclass(frozen=True)
 class Compiled:
     """What torch.compile made of a function. operations: of the graph; kernels: names of the generated ones; guards:
-    conditions that later calls check; seconds of the first call, of the hundredth, and of an eager call."""
+    conditions that later calls check; seconds of the first call without caches on disk, of the hundredth, and of an
+    eager call."""
 
     missing: str
     operations: int = 0
@@ -114,7 +116,9 @@ def compile_and_read(function: Callable, rows: int = 256, width: int = 512) -> C
     with fresh_compiler() as graphs, torch.no_grad():
         torch.compile(function, backend=graphs)(*inputs)
         operations = sum(node.op.startswith("call_") for node in graphs.made[0].graph.nodes)
-    with fresh_compiler(), torch.no_grad():
+    cold = torch._inductor.config.patch(force_disable_caches=True)  # as on a machine that has compiled nothing yet
+    with fresh_compiler(), torch.no_grad(), cold, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one says that caches are off
         compiled = torch.compile(function)
         start = time.perf_counter()
         _, code = run_and_get_code(compiled, *inputs)

@@ -60,7 +60,7 @@ def traced_bias(bias_relu: Callable | None = None, n: int = 1000, row_width: int
             row(f"{name}: bytes of memory", expected, sum(seen.distinct.values()), "B"),
             row("    asked for by programs", 12 * n, seen.bytes, "B"),
         ]
-    return receipt(f"relu(x + b) of {n:,} numbers, traced", rows, open_rows=4)
+    return receipt(f"relu(x + b) of {n:,} numbers, traced", rows, open_rows=1, show="b one row")
 
 
 def _numbers(*shape: int) -> Tensor:
@@ -70,7 +70,7 @@ def _numbers(*shape: int) -> Tensor:
 # Products.
 
 
-@titled("a product in square tiles, K of 16")
+@titled("a product in square tiles, K of 16", open_rows=1, show="tiles of 32,|GPU")
 def tiles(matmul_tiles: Callable | None = None, guess: float | None = None, size: int = 64) -> Iterator[Row]:
     """Bytes by tile: the model, and the trace. guess: the reader's, for tiles of 128 against 32 at 4,096."""
     whole = {tile: predict.tiled_matmul(4096, 4096, 4096, tile, tile, 2) for tile in (32, 128)}
@@ -92,7 +92,7 @@ def tiles(matmul_tiles: Callable | None = None, guess: float | None = None, size
 # Launches.
 
 
-@titled("kernels of a decoding layer", open_rows=4)
+@titled("kernels of a decoding layer")
 def layer(guess: float | None = None) -> Iterator[Row]:
     """Launches by formula and counted on a small model. guess: the reader's, for plain torch."""
     before, after = ([k.launches for k in _layer(1, fused)] for fused in (False, True))
@@ -182,7 +182,11 @@ def one_graph() -> Receipt:
 # Graphs.
 
 
-@titled("a decode step of Llama 3 8B on one H100, contexts of 1,024, 15 µs a launch, 1 µs in a graph", open_rows=7)
+@titled(
+    "a decode step of Llama 3 8B on one H100, contexts of 1,024, 15 µs a launch, 1 µs in a graph",
+    open_rows=2,
+    show="step of 1",
+)
 def graph_pays(guess: float | None = None) -> Iterator[Row]:
     """guess: the reader's, for the batch from which bytes take as long as launches, in plain torch."""
     first = formulas.first_batch_without_waiting(1024, fused=False)
