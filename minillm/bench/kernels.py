@@ -70,7 +70,9 @@ def compare(work: Work, rows: int, device: torch.device, repeats: int) -> Iterat
     pairs = [("torch.compile", "torch"), *(("minillm's kernel", peer) for peer in list(ways)[:2] if len(ways) == 3)]
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     calls = max(1, 200 // rows)
-    samples = {name: seconds_per_call(lambda way=way: way(*work.inputs), calls, after=settle) for name, way in ways.items()}
+    samples = {
+        name: seconds_per_call(lambda way=way: way(*work.inputs), calls, after=settle) for name, way in ways.items()
+    }
     for name, peer in pairs:
         found = side_by_side(lambda name=name, peer=peer: same(ways[name], ways[peer], work.inputs), samples[name],
                              samples[peer], repeats)  # fmt: skip
