@@ -92,8 +92,8 @@ show(two_kernels_or_one)
 # ### Exercise 1 · bias and ReLU in one kernel (15 minutes)
 #
 # A launch starts many *programs*, each of which computes a tile. A program sees no tensors but addresses: `tl.load(x +
-# offsets, mask=..., other=0.0)` reads the numbers at these offsets from the first, and leaves out those whose mask is
-# false. Offsets are made of `tl.program_id(0)` and `tl.arange(0, BLOCK)`. Names in capitals are compile-time constants.
+# offsets, mask=..., other=0.0)` reads the numbers at these offsets from the first one. Where the mask is false it reads
+# nothing and gives `other`; without `other` it may give anything. Offsets are made of `tl.program_id(0)` and `tl.arange(0, BLOCK)`. Names in capitals are compile-time constants.
 #
 # n is rarely a multiple of BLOCK, and what lies behind the end belongs to somebody else.
 

@@ -7,7 +7,8 @@
 A kernel is a plain function: arguments in capitals are compile-time constants (`tl.constexpr`), tensors arrive as
 addresses. The interpreter runs one program after the other, so what goes wrong on a GPU only sometimes is looked for in
 the trace instead: an address behind the end of a tensor (it gives NaN here, and a store to it is dropped), and an
-address that two programs write, or one writes and another reads, without an atomic operation.
+address that two programs write, or one writes and another reads, without an atomic operation. What a mask leaves out is
+NaN as well if the load names no `other`: Triton promises nothing about it.
 """
 
 import ast
@@ -141,11 +142,12 @@ class _Trace:
 
         load, store, rmw = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
 
-        def traced_load(pointers: Any, mask: Any, *rest: Any) -> Any:
+        def traced_load(pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
             inside = self._note("load", builder, pointers.data, mask.data, self.loads)
-            garbage = mask.data.astype(bool) & ~inside
+            unknown = other is None and pointers.data.size > 1  # the interpreter drops the 0 of a single number
+            garbage = ~inside if unknown else mask.data.astype(bool) & ~inside
             mask.data = inside
-            found = load(pointers, mask, *rest)
+            found = load(pointers, mask, other, *rest)
             if garbage.any() and found.data.dtype.kind == "f":
                 found.data = np.where(garbage, np.nan, found.data).astype(found.data.dtype)
             return found

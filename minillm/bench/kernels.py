@@ -3,9 +3,9 @@
     compiled    against torch    where torch's compiler has what it needs: on a CPU a C++ compiler, on a GPU triton
     triton      against torch, and against compiled: the rotation and the gate, on a CUDA GPU
 
-sizes: rows (tokens) of 4,096 numbers. A name says how many times fewer bytes one kernel moves than torch's operations do:
-what there is to win if nothing but bytes took time. Products are not here (`bench step`), attention has `bench attention`
-and `bench tiles`.
+sizes: rows (tokens) of 4,096 numbers. A name says how many times fewer bytes one kernel moves than torch's operations
+do: what there is to win if nothing but bytes took time. Products are not here (`bench step`); attention has
+`bench attention` and `bench tiles`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -56,6 +56,17 @@ def test_what_lies_outside_is_named_not_a_number_and_left_alone():
     assert torch.equal(y, torch.full((20,), 2.0)) and not room[20:].any()
 
 
+def test_what_a_mask_leaves_out_is_not_a_number_unless_the_load_says_what_it_is():
+    def careless(x, y, n, BLOCK):
+        place = tl.arange(0, BLOCK)
+        tl.store(y, tl.sum(tl.load(x + place, mask=place < n), 0))
+
+    for n, known in ((3, False), (4, True)):
+        y = torch.zeros(1)
+        launch(careless, (1,), torch.ones(n), y, n, BLOCK=4)
+        assert (float(y) == 4) is known and bool(y.isnan()) is not known
+
+
 def test_the_gap_between_rows_is_outside():
     x = torch.ones(2, 10)[:, :8]
     seen = launch(add_one_unmasked, (1,), x, torch.zeros(16), 16, BLOCK=16)

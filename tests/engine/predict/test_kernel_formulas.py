@@ -35,8 +35,8 @@ def test_one_tile_reads_each_matrix_once_and_small_tiles_read_them_often():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_layer_reads_its_weights_and_its_cache_once(fused):
-    """All weights once; keys and values of every sequence once; FLOPs: two for each weight and sequence, four for each key
-    and number of a query."""
+    """All weights once; keys and values of every sequence once; FLOPs: two for each weight and sequence, four for each
+    key and number of a query."""
     batch, context = 3, 50
     layer = kernels.decode_layer(CONFIG, batch, context, 2, fused=fused)
     products = [k for k in layer if k.name in ("q k v", "output", "gate, up", "down")]
