@@ -20,6 +20,7 @@ BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compar
     "context": ("minillm.bench.context", "rings and Ulysses over a cut sequence against gathering all keys"),
     "tiles": ("minillm.bench.tiles", "attention in tiles against torch's SDPA and whole score matrices, by length"),
     "attention": ("minillm.bench.attention", "backends of paged attention against a padded gather and torch's SDPA"),
+    "kernels": ("minillm.bench.kernels", "what lies between products: torch, torch.compile, minillm's Triton kernels"),
     "moe": ("minillm.bench.moe", "a mixture of experts against transformers' Mixtral block and a dense loop"),
     "checkpoint": ("minillm.bench.checkpoint", "sharded checkpoints against torch.distributed.checkpoint"),
     "layouts": (

@@ -74,6 +74,7 @@ PARTS = (  # what matters most comes first: time may run out
     _bench("decode_llama_8b", "decoding of an 8B-shaped Llama", 200, "serve", "--model", "llama-8b"),
     _bench("decode_qwen3_8b", "decoding of an 8B-shaped Qwen3", 240, "serve", "--model", "qwen3-8b"),
     _bench("attention", "backends of paged attention", 60, "attention"),
+    _bench("kernels", "what lies between products, compiled and in Triton", 90, "kernels"),
     _bench("comm", "collectives from scratch beside NCCL's", 90, "comm", gpus=2),
     _bench("step", "the training step beside transformers'", 90, "step"),
     _bench("speculate", "speculative decoding", 90, "speculate"),

@@ -69,12 +69,17 @@ def check_rebound(master: Path) -> None:
                 assert not early, (
                     f"{lab}: '{ast.unparse(statement)[:60]}' reads {sorted(early)} before a check binds it"
                 )
-            elif isinstance(statement, ast.Assign) and checked_exercise(
-                statement.value
-            ):  # not `check(...) if ... else ...`
+            elif isinstance(statement, ast.Assign) and _replaces(statement.value, unwritten):
                 unwritten, promised = unwritten - binds, promised - binds
     assert not promised, f"{lab}: functions read {sorted(promised)}, which no `name = check(...)` binds again"
     assert read <= bound, f"{lab}: no cell of the unsolved lab binds {sorted(read - bound)}"
+
+
+def _replaces(value: ast.expr, unwritten: Collection[str]) -> bool:
+    """check(...), or check(...) if ... else something that is not what the learner has not written."""
+    if isinstance(value, ast.IfExp):
+        return checked_exercise(value.body) is not None and not names_of(value.orelse)[0] & set(unwritten)
+    return checked_exercise(value) is not None
 
 
 def check_alone(master: Path, name: str, scratch: Path) -> None:

@@ -5,6 +5,8 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minillm.model import ModelConfig, Transformer, elementwise_triton
@@ -46,6 +48,46 @@ def test_rotation(heads, kv_heads, head_dim, rotary_dim, dtype, fused, launched)
         exact = rotate(x.double(), cos.double(), sin.double())
         assert found.dtype is dtype and found.transpose(1, 2).is_contiguous()
         torch.testing.assert_close(found.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
+    heads=st.integers(1, 5),
+    group=st.integers(1, 3),
+    half=st.integers(1, 20),
+    beyond=st.integers(0, 9),  # dimensions of a head that do not turn
+    tokens=st.integers(1, 4),
+    apart=st.integers(0, 7),
+)
+def test_drawn_rotations(seed, dtype, heads, group, half, beyond, tokens, apart):
+    draw = torch.Generator().manual_seed(seed)
+    head_dim, angles = 2 * half + beyond, 6 * torch.rand(tokens, half, generator=draw)
+    cos, sin = angles.cos().repeat(1, 2).to(dtype), torch.cat((-angles.sin(), angles.sin()), 1).to(dtype)
+    q, k = (
+        torch.randn(1, tokens, count, head_dim + apart, generator=draw).to(dtype)[..., :head_dim].transpose(1, 2)
+        for count in (heads * group, heads)
+    )
+    for found, x in zip(rotate_both_triton(q, k, cos, sin), (q, k), strict=True):
+        exact = rotate(x.double(), cos.double(), sin.double())
+        torch.testing.assert_close(found.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
+    name=st.sampled_from(sorted(FUNCTIONS)),
+    rows=st.integers(1, 4),
+    width=st.integers(1, 1100),
+    apart=st.integers(0, 40),
+)
+def test_drawn_gates(seed, dtype, name, rows, width, apart):
+    both = 4 * torch.randn(1, rows, 2 * width + apart, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    gate, up = both[..., :width], both[..., -width:]
+    found, exact = gated_triton(FUNCTIONS[name], gate, up), gated(FUNCTIONS[name], gate.double(), up.double())
+    torch.testing.assert_close(found.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -36,7 +36,7 @@ def compare(
         torch.testing.assert_close(y, paged_attention(q, *pools, *where, **options, backend=gathered))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 99),
     lengths=st.lists(

@@ -31,7 +31,7 @@ def compare(inputs, tolerance=2e-6, expected=dense, **how):
         torch.testing.assert_close(found.double(), exact, rtol=5 * tolerance, atol=5 * tolerance)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 99),
     batch=st.integers(1, 2),

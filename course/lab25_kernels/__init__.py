@@ -1,0 +1,1 @@
+"""Lab 25 · Kernels and compilation."""

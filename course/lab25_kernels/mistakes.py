@@ -1,0 +1,174 @@
+"""Spoilers of lab 25: kernels over numbers and rows."""
+
+from course.lab25_kernels.tried import right, wrong
+
+wrong(
+    "bias-relu",
+    "no mask",
+    {
+        "tl.load(x + place, mask=inside, other=0.0)": "tl.load(x + place)",
+        "bias + place % width, mask=inside, other=0.0)": "bias + place % width)",
+        "tl.store(y + place, tl.maximum(shifted, 0.0), mask=inside)": "tl.store(y + place, tl.maximum(shifted, 0.0))",
+    },
+    expect="mask every load and store",
+)
+wrong(
+    "bias-relu",
+    "store not masked",
+    {"tl.maximum(shifted, 0.0), mask=inside)": "tl.maximum(shifted, 0.0))"},
+    expect="stores y",
+)
+wrong("bias-relu", "mask of one too many", {"place < n": "place <= n"}, expect="mask every load and store")
+wrong(
+    "bias-relu",
+    "every program computes the first tile",
+    {"tl.program_id(0) * BLOCK + ": ""},
+    expect="both store to y|never stored",
+)
+wrong(
+    "bias-relu",
+    "bias not repeated",
+    {"bias + place % width": "bias + place"},
+    expect="loads bias",
+)
+wrong(
+    "bias-relu",
+    "no ReLU",
+    {"tl.maximum(shifted, 0.0)": "shifted"},
+    says="This is x + bias: negative numbers are to be 0.",
+)
+wrong(
+    "bias-relu",
+    "ReLU before the bias",
+    {
+        "tl.load(x + place, mask=inside, other=0.0) +": "tl.maximum(tl.load(x + place, mask=inside, other=0.0), 0.0) +",
+        "tl.maximum(shifted, 0.0)": "shifted",
+    },
+    says="The ReLU comes before the bias here; it is max(0, x + bias).",
+)
+right("bias-relu", "where instead of maximum", {"tl.maximum(shifted, 0.0)": "tl.where(shifted > 0, shifted, 0.0)"})
+
+LOOP = """    for start in range(0, width, BLOCK):
+        inside = start + lane < width
+        value = tl.load(x + row * x_row + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
+"""
+LANES = '    largest, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)\n' + LOOP
+ONLINE = """        higher = tl.maximum(largest, value)
+        pivot = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(largest - pivot) + tl.exp(value - pivot)
+        largest = higher
+    top = tl.max(largest, 0)
+    total = tl.sum(total * tl.exp(largest - top), 0)
+"""
+wrong(
+    "softmax-rows",
+    "sum not shrunk",
+    {"total = total * tl.exp(largest - pivot) + ": "total = total + "},
+    says="When a tile brings a higher maximum, the sum so far has to shrink by exp(old - new).",
+)
+wrong(
+    "softmax-rows",
+    "maximum never subtracted",
+    {ONLINE: "        total += tl.exp(value)\n    top, total = 0.0, tl.sum(total, 0)\n"},
+    says="Without the maximum subtracted, exp overflows from 89 on.",
+)
+wrong(
+    "softmax-rows",
+    "-inf minus -inf",
+    {'pivot = tl.where(higher == float("-inf"), 0.0, higher)': "pivot = higher"},
+    says="As long as a lane or tile has seen nothing but -inf, its maximum is -inf, and -inf - (-inf) is not a number.",
+)
+wrong(
+    "softmax-rows",
+    "three passes",
+    {
+        ONLINE: "        largest = tl.maximum(largest, value)\n    top = tl.max(largest, 0)\n"
+        + LOOP
+        + "        total += tl.exp(value - top)\n    total = tl.sum(total, 0)\n"
+    },
+    expect="x is read 3 times",
+)
+wrong(
+    "softmax-rows",
+    "rows as far apart as they are wide",
+    {LANES: LANES.replace("row * x_row", "row * width")},
+    says="Rows of x begin x_row numbers apart, not width.",
+)
+wrong(
+    "softmax-rows",
+    "masked lanes count as zero",
+    {LANES: LANES.replace('other=float("-inf")', "other=0.0")},
+    says="Masked lanes are loaded as 0, which has weight exp(0 - maximum): load them as -inf.",
+)
+right(
+    "softmax-rows",
+    "one maximum for the row",
+    {
+        LANES: '    largest, total = float("-inf"), 0.0\n' + LOOP,
+        ONLINE: """        higher = tl.maximum(largest, tl.max(value, 0))
+        pivot = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(largest - pivot) + tl.sum(tl.exp(value - pivot), 0)
+        largest = higher
+    top = largest
+""",
+    },
+)
+
+wrong(
+    "norm-kernels",
+    "mean over the tile",
+    {"tl.sum(value * value, 0) / width + eps": "tl.sum(value * value, 0) / BLOCK + eps"},
+    says="The mean is over the width of a row, not over BLOCK lanes.",
+)
+wrong(
+    "norm-kernels",
+    "eps outside the root",
+    {"1 / tl.sqrt(tl.sum(value * value, 0) / width + eps)": "1 / (tl.sqrt(tl.sum(value * value, 0) / width) + eps)"},
+    says="eps belongs under the root.",
+)
+wrong(
+    "norm-kernels",
+    "all programs add to the first row of partial",
+    {
+        "tl.store(partial + program * width + lane, total, mask=inside)": "tl.store(partial + lane, total + "
+        "tl.load(partial + lane, mask=inside, other=0.0), mask=inside)"
+    },
+    expect="both store to partial|not a number",
+)
+wrong(
+    "norm-kernels",
+    "last program's rows not masked",
+    {
+        "there = inside & (row < rows)": "there = inside",
+        "tl.load(r + row, mask=row < rows, other=0.0)": "tl.load(r + row)",
+    },
+    expect="mask every load and store",
+)
+wrong(
+    "norm-kernels",
+    "r taken for a constant",
+    {"scale * (given * factor - normed * mean)": "scale * given * factor"},
+    says="r depends on x as well: without the second term dx is as if it did not.",
+)
+wrong(
+    "norm-kernels",
+    "dy without the weight in the mean",
+    {"mean = tl.sum(given * factor * normed, 0)": "mean = tl.sum(given * normed, 0)"},
+    says="The mean is of g · x̂, and g is dy times the weight.",
+)
+wrong(
+    "norm-kernels",
+    "weight in the weight's own gradient",
+    {"total += given * normed": "total += given * factor * normed"},
+    says="dw is the sum of dy · x̂; the weight itself is not in it.",
+)
+right(
+    "norm-kernels",
+    "another order of factors, rsqrt",
+    {
+        "scale = 1 / tl.sqrt(tl.sum(value * value, 0) / width + eps)": "scale = tl.rsqrt(tl.sum(value * value, "
+        "0) / width "
+        "+ eps)",
+        "scale * (given * factor - normed * mean)": "scale * given * factor - scale * normed * mean",
+    },
+)
