@@ -36,7 +36,8 @@ CONNECT_S, WRITE_S = 5.0, 30.0
 class RouterOptions:
     """policy: a name in `POLICIES`. load_bound, prefix_characters: of prefix affinity. attempts: of a request, at most.
     retry_share, retry_reserve: see `RetryBudget`. check_s, check_timeout_s: between two checks of a replica, and for
-    one. silent_s: without a chunk of a stream that has begun; then its replica is taken for lost."""
+    one. silent_s: without a chunk of a stream that has begun; then its replica is taken for lost. check_path: see
+    `Fleet`."""
 
     policy: str = "two-choices"
     load_bound: float = 1.25
@@ -47,10 +48,13 @@ class RouterOptions:
     check_s: float = 1.0
     check_timeout_s: float = 5.0
     silent_s: float = 60.0
+    check_path: str = "/ready"
 
     def __post_init__(self):
         if self.policy not in POLICIES:
             raise ValueError(f"--policy {self.policy} is unknown: use one of {', '.join(POLICIES)}")
+        if not self.check_path.startswith("/"):
+            raise ValueError(f"--check-path {self.check_path} must begin with a slash, as /ready does")
         POLICIES[self.policy](self.load_bound)  # refuses a bound that cannot be
         RetryBudget(self.retry_share, self.retry_reserve)
 
@@ -104,7 +108,8 @@ class Router:
         connections = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_S)
         async with httpx.AsyncClient(timeout=timeout, limits=connections, trust_env=False) as client:
             policy = POLICIES[options.policy](options.load_bound)
-            self.fleet = Fleet(policy, client, interval_s=options.check_s, timeout_s=options.check_timeout_s)
+            checks = {"interval_s": options.check_s, "timeout_s": options.check_timeout_s}
+            self.fleet = Fleet(policy, client, **checks, check_path=options.check_path)
             self.forwarder = Forwarder(self.fleet, self.budget, self.metrics, options.attempts, options.silent_s)
             try:
                 for url in self._urls:

@@ -88,7 +88,10 @@ class FairScheduler(Scheduler):
             share.queue, share.running = [], 0
 
     def share_of(self, sequence: Sequence) -> Share:
-        return self.shares.setdefault(self._tenant_of(sequence), Share())
+        tenant = self._tenant_of(sequence)
+        if (share := self.shares.get(tenant)) is None:
+            share = self.shares[tenant] = Share()
+        return share
 
     def check(self, sequence: Sequence) -> None:
         super().check(sequence)
@@ -115,15 +118,16 @@ class FairScheduler(Scheduler):
     def _count_running(self) -> None:
         """Tokens that running sequences got, and blocks they held, since the last call."""
         now = self._clock()
+        seconds, self._counted_until = now - self._counted_until, now
         for sequence in self.running:
-            self._count(sequence, now - self._counted_until)
-        self._counted_until = now
+            self._count(sequence, seconds)
 
     def _count(self, sequence: Sequence, seconds: float) -> None:
-        share, tokens = self.share_of(sequence), sequence.num_tokens - self._paid[sequence]
-        self._paid[sequence] = sequence.num_tokens
-        share.answered += tokens
-        share.counter += ANSWER * tokens / share.weight
+        share, length = self.share_of(sequence), len(sequence.tokens)
+        if tokens := length - self._paid[sequence]:  # fewer than none if a placeholder was taken back
+            self._paid[sequence] = length
+            share.answered += tokens
+            share.counter += ANSWER * tokens / share.weight
         share.block_seconds += (len(sequence.blocks) - sequence.first_block) * seconds
 
     def _wait(self, sequence: Sequence) -> None:
