@@ -28,6 +28,7 @@ def command(
         int | None, REPLICAS(help="Start so many here, which end with the router.", min=1, max=256)
     ] = None,
     check: Annotated[float, REPLICAS(help="Seconds between checks of a replica.", min=0.01)] = 1.0,
+    check_path: Annotated[str, REPLICAS(help="What answers 200 if a replica takes requests.")] = "/ready",
     policy: Annotated[
         str, POLICY(help="round-robin, least-outstanding, two-choices or prefix-affinity.")
     ] = "two-choices",
@@ -60,7 +61,7 @@ def command(
     from minillm.api.router.spawned import Spawned
     from minillm.api.run import bind, serve, url_of
 
-    options = RouterOptions(policy, load_bound, prefix, attempts, retry_share, check_s=check)
+    options = RouterOptions(policy, load_bound, prefix, attempts, retry_share, check_s=check, check_path=check_path)
     keys = Keys.read(api_key, api_keys)
     if not is_loopback(host) and not keys.secrets:
         raise ValueError(f"--host {host} is open to others: give a key with --api-key or --api-keys FILE")

@@ -51,7 +51,9 @@ def wrong_commands(text: str) -> list[str]:
         called = re.search(r"(?:-m minillm|^minillm) ([a-z][\w-]*)(.*)", span)
         bare = re.fullmatch(r"([a-z-]+)( --?\w.*)", span)
         if called:
-            asked.append(([called[1]], called[2].split(" # ")[0]))
+            own, _, passed_on = called[2].split(" # ")[0].partition(" -- ")
+            asked.append(([called[1]], own))
+            asked += [(["serve"], passed_on)] if called[1] == "route" else []
         elif bare and bare[1] in COMMANDS:
             asked.append(([bare[1]], bare[2]))
     for row in re.findall(r"^\|(.*)\|$", text, re.MULTILINE):

@@ -36,7 +36,8 @@ CONNECT_S, WRITE_S = 5.0, 30.0
 class RouterOptions:
     """policy: a name in `POLICIES`. load_bound, prefix_characters: of prefix affinity. attempts: of a request, at most.
     retry_share, retry_reserve: see `RetryBudget`. check_s, check_timeout_s: between two checks of a replica, and for
-    one. silent_s: without a chunk of a stream that has begun; then its replica is taken for lost."""
+    one. silent_s: without a chunk of a stream that has begun; then its replica is taken for lost. check_path: see
+    `Fleet`."""
 
     policy: str = "two-choices"
     load_bound: float = 1.25
@@ -47,10 +48,13 @@ class RouterOptions:
     check_s: float = 1.0
     check_timeout_s: float = 5.0
     silent_s: float = 60.0
+    check_path: str = "/ready"
 
     def __post_init__(self):
         if self.policy not in POLICIES:
             raise ValueError(f"--policy {self.policy} is unknown: use one of {', '.join(POLICIES)}")
+        if not self.check_path.startswith("/"):
+            raise ValueError(f"--check-path {self.check_path} must begin with a slash, as /ready does")
         POLICIES[self.policy](self.load_bound)  # refuses a bound that cannot be
         RetryBudget(self.retry_share, self.retry_reserve)
 
@@ -104,7 +108,8 @@ class Router:
         connections = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_S)
         async with httpx.AsyncClient(timeout=timeout, limits=connections, trust_env=False) as client:
             policy = POLICIES[options.policy](options.load_bound)
-            self.fleet = Fleet(policy, client, interval_s=options.check_s, timeout_s=options.check_timeout_s)
+            checks = {"interval_s": options.check_s, "timeout_s": options.check_timeout_s}
+            self.fleet = Fleet(policy, client, **checks, check_path=options.check_path)
             self.forwarder = Forwarder(self.fleet, self.budget, self.metrics, options.attempts, options.silent_s)
             try:
                 for url in self._urls:
@@ -132,8 +137,8 @@ class Router:
         except BaseException:
             opened.end()
             raise
-        opened.first_event()
         if isinstance(answer, Passing):
+            opened.first_event()
             opened.status = "200"
             response = ClosingResponse(answer, opened, self.limits.timeout_s + self.limits.unread_s)
             response.headers.update(answer.headers)
@@ -162,8 +167,9 @@ class Router:
 
 def asked_by(request: Request, body: bytes = b"", key: bytes = b"") -> Asked:
     headers = [(name, value) for name, value in request.headers.raw if name in SENT]
-    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    return Asked(request.method, path, headers, body, request.state.id, key)
+    query = request.scope["query_string"]
+    path = request.scope["raw_path"] + (b"?" + query if query else b"")
+    return Asked(request.method, path.decode("latin-1"), headers, body, request.state.id, key)
 
 
 def create_router(
@@ -220,6 +226,8 @@ def create_router(
         """Answers when it has left; `outstanding` then is what was not over within `wait_s`."""
         router.check_operator(request)
         replica = refusing(router.fleet.of, url)
+        if router.spawned is not None and replica.url in router.spawned.running:
+            raise ApiError(400, f"{replica.url} was spawned here: lower the number with POST /replicas/count")
         left = await router.fleet.drain(replica.url, wait_s)
         if replica.url in router.fleet.replicas:  # else somebody else has removed it meanwhile
             router.fleet.remove(replica.url)
@@ -237,7 +245,10 @@ def create_router(
     async def restart(request: Request) -> dict[str, Any]:
         """Answers when every replica was replaced by a new one, one after the other."""
         router.check_operator(request)
-        return {"restarted": await router.own.restart()}
+        try:
+            return {"restarted": await router.own.restart()}
+        except (RuntimeError, ValueError) as error:
+            raise ApiError(503, str(error), "server_error", code="restart_failed") from error
 
     app.add_middleware(Entry, keys=router.keys, most=router.limits.body_bytes)
     return app

@@ -65,11 +65,20 @@ class Replica:
 
 
 class Fleet:
-    """Replicas by URL. To be used in one event loop, which runs their checks. interval_s, timeout_s: of a check."""
+    """Replicas by URL. To be used in one event loop, which runs their checks. interval_s, timeout_s: of a check.
+    check_path: what answers 200 if a replica takes requests."""
 
-    def __init__(self, policy: Policy, client: httpx.AsyncClient, *, interval_s: float = 1.0, timeout_s: float = 5.0):
+    def __init__(
+        self,
+        policy: Policy,
+        client: httpx.AsyncClient,
+        *,
+        interval_s: float = 1.0,
+        timeout_s: float = 5.0,
+        check_path: str = "/ready",
+    ):
         self.policy, self.client = policy, client
-        self.interval_s, self.timeout_s = interval_s, timeout_s
+        self.interval_s, self.timeout_s, self.check_path = interval_s, timeout_s, check_path
         self.replicas: dict[str, Replica] = {}
         self._checks: dict[str, asyncio.Task] = {}
 
@@ -128,7 +137,7 @@ class Fleet:
 
     async def _check(self, replica: Replica) -> None:
         try:
-            answer = await self.client.get(f"{replica.url}/ready", timeout=self.timeout_s)
+            answer = await self.client.get(replica.url + self.check_path, timeout=self.timeout_s)
             replica.observe(answer.status_code == 200)
         except httpx.ConnectError:
             replica.eject()

@@ -58,14 +58,17 @@ class Spawned:
         """Replaces each that runs now; returns how many. RuntimeError if a new one does not start."""
         async with self._restarting:
             old = list(self.running.values())
-            for each in old:
-                new = await self._start()
-                while new.state != "ready":
-                    if new.url not in self.running:
-                        raise RuntimeError(f"the new replica {new.url} ended before it was ready: {each.url} goes on")
-                    await asyncio.sleep(0.05)
-                if each.url in self.running:
-                    await self._retire(each)
+            try:
+                for each in old:
+                    new = await self._start()
+                    while new.state != "ready":
+                        if new.url not in self.running:
+                            raise RuntimeError(f"the new replica {new.url} ended before it was ready: others go on")
+                        await asyncio.sleep(0.05)
+                    if each.url in self.running:
+                        await self._retire(each)
+            finally:
+                self._changed.set()  # for what died or was asked for meanwhile
             return len(old)
 
     async def close(self) -> None:

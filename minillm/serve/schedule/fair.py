@@ -1,13 +1,14 @@
 """Tenants get equal service, whatever each asks for: the virtual token counter.
 
-Sheng et al. 2024, "Fairness in Serving Large Language Models", Algorithm 2. Each tenant has a counter of the service it
-had: `PROMPT` for a prompt token that is computed, `ANSWER` for a token of an answer, divided by the tenant's weight.
+Sheng et al. 2024, "Fairness in Serving Large Language Models" (https://arxiv.org/abs/2401.00588), Algorithm 2. Each
+tenant has a counter of the service it had: `PROMPT` for a prompt token that is computed, `ANSWER` for a token of an
+answer, divided by the tenant's weight.
 
     a place in the batch is free ──▶ the tenant with the smallest counter among those that wait ──▶ its first request
     a tenant comes back          ──▶ its counter is lifted to the smallest of those that wait: idleness is not saved up
 
 It is work-conserving: a tenant alone gets everything. Of two tenants that both always wait, the service differs by at
-most 2 · max(PROMPT · longest prompt, ANSWER · tokens that fit the pool), however long it lasts (Theorem 4.4). The order
+most 2 · max(PROMPT · longest prompt, ANSWER · tokens that fit the pool), however long it lasts (Section 4). The order
 within a tenant, preemption and everything else are the `Scheduler`'s. Prompt tokens found in the cache cost nothing;
 one that is computed again after a preemption was paid before.
 """
@@ -87,7 +88,10 @@ class FairScheduler(Scheduler):
             share.queue, share.running = [], 0
 
     def share_of(self, sequence: Sequence) -> Share:
-        return self.shares.setdefault(self._tenant_of(sequence), Share())
+        tenant = self._tenant_of(sequence)
+        if (share := self.shares.get(tenant)) is None:
+            share = self.shares[tenant] = Share()
+        return share
 
     def check(self, sequence: Sequence) -> None:
         super().check(sequence)
@@ -114,15 +118,16 @@ class FairScheduler(Scheduler):
     def _count_running(self) -> None:
         """Tokens that running sequences got, and blocks they held, since the last call."""
         now = self._clock()
+        seconds, self._counted_until = now - self._counted_until, now
         for sequence in self.running:
-            self._count(sequence, now - self._counted_until)
-        self._counted_until = now
+            self._count(sequence, seconds)
 
     def _count(self, sequence: Sequence, seconds: float) -> None:
-        share, tokens = self.share_of(sequence), sequence.num_tokens - self._paid[sequence]
-        self._paid[sequence] = sequence.num_tokens
-        share.answered += tokens
-        share.counter += ANSWER * tokens / share.weight
+        share, length = self.share_of(sequence), len(sequence.tokens)
+        if tokens := length - self._paid[sequence]:  # fewer than none if a placeholder was taken back
+            self._paid[sequence] = length
+            share.answered += tokens
+            share.counter += ANSWER * tokens / share.weight
         share.block_seconds += (len(sequence.blocks) - sequence.first_block) * seconds
 
     def _wait(self, sequence: Sequence) -> None:

@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from openai import NotFoundError, OpenAI
 
+from minillm.serve.requests.params import SamplingParams
 from tests.engine.api.router.scripted import (
     DONE,
     EVENT,
@@ -18,7 +20,7 @@ from tests.engine.api.router.scripted import (
     stream,
     whole,
 )
-from tests.engine.api.running import until
+from tests.engine.api.running import engine, running, until
 
 from minillm.api.limits import Keys, Limits  # isort: skip
 
@@ -207,3 +209,26 @@ def test_all_that_waits_at_a_replica_moves_when_it_dies_whatever_the_budget():
             made[0].die()
             assert all(each.result().content.endswith(DONE) for each in answers)
         assert found.router.budget.balance == 2.0 and served(made) == [30, 30]
+
+
+def test_an_openai_client_gets_the_engines_tokens_through_the_router():
+    with running(engine()) as first, running(engine()) as second, routed([first.url, second.url]) as found:
+        client = OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0)
+        right = first.llm.generate(["def "], SamplingParams(max_tokens=12))[0].answers[0].text
+        asked = {"model": "draft", "prompt": "def ", "max_tokens": 12, "temperature": 0}
+        for _ in range(2):
+            assert client.completions.create(**asked).choices[0].text == right
+            assert "".join(each.choices[0].text for each in client.completions.create(**asked, stream=True)) == right
+        assert [each.id for each in client.models.list()] == ["draft"]
+        with pytest.raises(NotFoundError, match="no model 'other' here"):
+            client.completions.create(**asked | {"model": "other"})
+        for each in (first, second):
+            assert each.metric("minillm_requests_total") >= 2
+            each.idle()
+
+
+def test_another_path_may_say_whether_a_replica_is_ready():
+    with replicas(stream(2)) as made:
+        made[0].ready = False  # what its /ready says
+        with routed([made[0].url], check_path="/health") as found:
+            assert post(found).content.endswith(DONE)
