@@ -387,8 +387,8 @@ receipts.incidents()
 #   computed again. Keeping blocks free at admission ends it, at the price of a longer queue (lab 14, `reserve`).
 # - **Long prompts**: 1,500 tokens in one pass hold all others for 0.8 s. Chunks that leave room in each step help the
 #   short ones, and the long ones pay.
-# - **Cold-start storm**: ten replicas start at once and share one disk; instead of one after 30 s there are ten after
-#   300 s. Starting one at a time gives capacity sooner, and fewer replicas are needed.
+# - **Cold-start storm**: n replicas that start together and share one disk are all ready after n times 30 s, and none
+#   before. One at a time there is one every 30 s: capacity comes sooner, and fewer replicas are ordered.
 #
 # ### Exercise 7 · read the metrics (25 minutes)
 #
@@ -448,8 +448,8 @@ receipts.losses()
 #
 # | here | elsewhere |
 # |---|---|
-# | `python -m minillm route --policy two-choices` or `prefix-affinity` | [SGLang's router](https://docs.sglang.ai/advanced_features/router.html) (`cache_aware`, `power_of_two`); [vLLM production stack](https://docs.vllm.ai/projects/production-stack/en/latest/) (`roundrobin`, `session`, `prefixaware`) |
-# | bound of the ring | `hash-balance-factor` of [HAProxy 2.8](https://docs.haproxy.org/2.8/configuration.html), of Envoy's ring hash |
+# | `python -m minillm route --policy two-choices` or `prefix-affinity` | `power_of_two` and `cache_aware` in SGLang's gateway v0.3 and in [vLLM's router](https://blog.vllm.ai/2025/12/13/vllm-router-release.html) v0.1, a fork of it; `cache_aware`, the default, takes the longest shared prefix, and the least loaded replica once the busiest has 64 requests more and 1.5 times as many ([source](https://docs.gpustack.ai/gpustack-operator/main/docs/modules/model-deployment/routing/)) |
+# | bound of the ring | `hash-balance-factor` of [HAProxy 2.8](https://docs.haproxy.org/2.8/configuration.html) |
 # | retry budget | [Envoy](https://www.envoyproxy.io/docs/envoy/latest/api-v3/config/cluster/v3/circuit_breaker.proto) `retry_budget`, 20 % by default |
 # | `Reactive`, cool-down | [Kubernetes' HPA, autoscaling/v2](https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/): the same formula, `stabilizationWindowSeconds` 300, tolerance 10 % |
 # | `load`, an open loop | [vLLM's benchmark of a server](https://docs.vllm.ai/en/latest/cli/bench/serve.html), by request rate and burstiness; its limit of concurrency makes it a closed loop |
