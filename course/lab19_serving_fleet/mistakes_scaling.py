@@ -11,7 +11,7 @@ mistake(
     "replicas-wanted",
     "no-cold-start",
     {"slope * (now + cold_start_s - middle)": "slope * (now - middle)"},
-    says="You plan for the rate of now. The replica that you order will serve when the cold start is over.",
+    says="You plan for the rate of now, and what you order serves only a cold start later.",
 )
 mistake(
     "replicas-wanted",

@@ -9,12 +9,12 @@
 # %% [markdown]
 # # 19 · A serving fleet
 #
-# **Queueing, not arithmetic, makes p99.** A replica that answers in 300 ms answers in 300 ms at night and in 3 s at noon,
-# with the same weights, kernels and prompts. What grew is the time in which nothing is computed for a request. Stands on
-# labs 12 (prefill and decode) and 14 (the scheduler).
+# **Queueing, not arithmetic, makes p99.** A replica that answers in 300 ms at night may take 3 s at noon, with the same
+# weights, kernels and prompts. What grew is the time in which nothing is computed for the request.
+# Stands on labs 12 (prefill and decode) and 14 (the scheduler).
 #
-# The seven exercises take about two and a half hours; with the incidents and the questions plan four. Running the notebook from top to
-# bottom takes about a minute. *Where it loses* is optional. At the end you can answer:
+# The seven exercises take about two and a half hours; with the incidents and the questions plan four. Running the
+# notebook from top to bottom takes under a minute. *Where it loses* is optional. At the end you can answer:
 #
 # 1. Where do a request's seconds go, and which part of them grows with the load?
 # 2. When does another replica help, and when does it come too late?
@@ -368,8 +368,8 @@ measured.cold_start()
 #
 # ## Break it
 #
-# Five breakdowns. In each of them every replica is sound, and every component does what it was told. Four run on the real engine with
-# a simulated clock, the cold-start storm is simulated altogether.
+# Five breakdowns. In each of them every replica is sound, and every component does what it was told. Four run on the
+# real engine with a simulated clock; the cold-start storm is simulated altogether.
 
 # %%
 show(figures.storm)
@@ -379,16 +379,16 @@ receipts.incidents()
 
 # %% [markdown]
 # - **Retry storm**: the burst lasts five seconds, the collapse for ever. After it the load is 60 % again, but each
-#   client sends four times, and what the server computes nobody waits for any more. A state that keeps itself up after its
-#   cause is gone is *metastable*. The cure is not capacity: a retry budget of 10 %, and not to begin what its
-#   client has given up.
+#   client sends four times, and nobody waits any more for what the server computes. A state that keeps itself up after
+#   its cause is gone is *metastable*. The cure is not capacity: it is a retry budget of 10 %, and a server that does not
+#   begin what its client has given up. (Without any retries the fleet recovers by itself, and every failure is a user's.)
 # - **Noisy neighbour**: exercise 4.
 # - **Memory collapse**: a burst is admitted because its *prompts* fit. Then all grow, and preempt each other; tokens are
 #   computed again. Keeping blocks free at admission ends it, at the price of a longer queue (lab 14, `reserve`).
-# - **Long prompts**: 1,500 tokens in one pass hold all others for 0.8 s. Chunks that leave room in each step help the short ones, and the
-#   long ones pay.
-# - **Cold-start storm**: ten replicas start at once and share one disk; instead of one after 30 s there are ten after
-#   300 s. Starting one at a time gives capacity sooner, and fewer replicas are needed.
+# - **Long prompts**: 1,500 tokens in one pass hold all others for 0.8 s. Chunks that leave room in each step help the
+#   short ones, and the long ones pay.
+# - **Cold-start storm**: n replicas that start together and share one disk are all ready after n times 30 s, and none
+#   before. One at a time there is one every 30 s: capacity comes sooner, and fewer replicas are ordered.
 #
 # ### Exercise 7 · read the metrics (25 minutes)
 #
@@ -448,11 +448,11 @@ receipts.losses()
 #
 # | here | elsewhere |
 # |---|---|
-# | `python -m minillm route --policy two-choices` or `prefix-affinity` | [SGLang's router](https://docs.sglang.ai/advanced_features/router.html) (`cache_aware`, `power_of_two`); [vLLM production stack](https://docs.vllm.ai/projects/production-stack/en/latest/) (`roundrobin`, `session`, `prefixaware`) |
-# | bound of the ring | `hash-balance-factor` of [HAProxy 2.8](https://docs.haproxy.org/2.8/configuration.html), of Envoy's ring hash |
+# | `python -m minillm route --policy two-choices` or `prefix-affinity` | `power_of_two` and `cache_aware` in SGLang's gateway v0.3 and in [vLLM's router](https://blog.vllm.ai/2025/12/13/vllm-router-release.html) v0.1, a fork of it; `cache_aware`, the default, takes the longest shared prefix, and the least loaded replica once the busiest has 64 requests more and 1.5 times as many ([source](https://docs.gpustack.ai/gpustack-operator/main/docs/modules/model-deployment/routing/)) |
+# | bound of the ring | `hash-balance-factor` of [HAProxy 2.8](https://docs.haproxy.org/2.8/configuration.html) |
 # | retry budget | [Envoy](https://www.envoyproxy.io/docs/envoy/latest/api-v3/config/cluster/v3/circuit_breaker.proto) `retry_budget`, 20 % by default |
 # | `Reactive`, cool-down | [Kubernetes' HPA, autoscaling/v2](https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/): the same formula, `stabilizationWindowSeconds` 300, tolerance 10 % |
-# | `load` | `vllm bench serve --request-rate 8 --burstiness 1` (open loop; `--max-concurrency` makes it closed) |
+# | `load`, an open loop | [vLLM's benchmark of a server](https://docs.vllm.ai/en/latest/cli/bench/serve.html), by request rate and burstiness; its limit of concurrency makes it a closed loop |
 #
 # ## On a cluster
 #
@@ -491,8 +491,8 @@ receipts.losses()
 # **4. On which metric do you scale?**
 # <details><summary>Answer</summary>
 #
-# Not on GPU utilization: a decode loop keeps it near 100 % with one request. On requests inside per replica (waiting and
-# running), or on the queue, with the cold start in mind: what the metric shows is what the next replica comes too late for.
+# Not on GPU utilization: a decode loop keeps it near 100 % with one request. On requests inside per replica (waiting
+# and running) or on the queue, with the cold start in mind: a replica ordered now does not serve what waits now.
 # </details>
 #
 # ### Design questions
@@ -514,10 +514,10 @@ receipts.design()
 # the wait is nearly nothing even at 95 % load (large pools need little slack): the table's Erlang C. Behind a
 # router, with a queue in each replica, plan for 80 to 85 %: 30 replicas. The loss of one is then 3 %.
 #
-# D2: the rise is 0.2 requests per second and second. Capacity follows it 240 s late (a minute to see it, 180 s to start), so at the
-# end of the rise it lacks 0.2 · 240 = 48 requests per second, and the backlog is the area between two lines 240 s
-# apart: 60 · 240 = 14,400 requests, or less by what slack there was. A warm pool of 48 / 8 = 6 replicas bridges it. All day that
-# costs 144 replica hours; started on a schedule half an hour before, 3.
+# D2: the rise is 0.2 requests per second in each second. Capacity follows it 240 s late (a minute to see it, 180 s to
+# start), so at the end of the rise it lacks 0.2 · 240 = 48 requests per second, and the backlog is the area between two
+# lines 240 s apart: 60 · 240 = 14,400 requests, less what slack there was. A warm pool of 48 / 8 = 6 replicas bridges
+# it. All day that costs 144 replica hours; started on a schedule half an hour before, 3.
 # </details>
 #
 # ### Capstone (open)

@@ -148,7 +148,7 @@ def autoscaling(wanted: Callable | None = None) -> Iterator[Row]:
     """p99 of the wait and replica hours of three policies."""
     for name, outcome in ramps(wanted).items():
         p99 = percentiles(outcome.waits, [0.99])[0]
-        yield row(f"{name}: p99 of the wait", None, p99, "s", kind="simulated")
+        yield row(f"{name}: waits, p99", None, p99, "s", kind="simulated")
         yield row("    replica hours", None, outcome.replica_s / 3600, kind="simulated")
     for cold in (60, 0):
         value = queueing.backlog(2, 1, cold)
@@ -201,7 +201,7 @@ def incidents() -> Iterator[Row]:
         yield row("    TPOT p99", None, tpot(found), "s", kind="simulated")
     for name, chunk, budget_ in (
         ("long prompts: TTFT p99 of short ones", None, 2048),
-        ("    in chunks of 64, 256 tokens a step", 64, 256),
+        ("    in chunks of 16, 256 tokens a step", 16, 256),
     ):
         found = staged.long_prompts(chunk, budget_)
         yield row(name, None, staged.ttft(found, 0.99, "short"), "s", kind="simulated")
