@@ -51,7 +51,7 @@ class Registered:
 
 
 class AdapterStore:
-    """Of one model.
+    """Of one model, for one engine at a time.
 
     folders: name -> a folder of peft's; nothing is read before an adapter is asked for. budget_bytes: of all that are
     resident, in the model's dtype. max_adapters: different ones in one pass. fingerprint: of the model's folder, to be
@@ -84,6 +84,17 @@ class AdapterStore:
         self._resident: OrderedDict[int, dict[str, Matrices]] = OrderedDict()  # the least recently used first
         for name, folder in folders.items():
             self.register(name, folder)
+
+    @classmethod
+    def beside(
+        cls, base: str | Path, model: Transformer, folders: Mapping[str, str | Path], **limits: int
+    ) -> "AdapterStore":
+        """Of a model that was loaded from the folder `base`; all adapters are read now, so that a bad one is told
+        before anything else begins."""
+        store = cls(model, folders, fingerprint=fingerprint_of(base), **limits)
+        for name in folders:
+            store.registered(name)
+        return store
 
     @property
     def names(self) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 import typer
 from typer import Argument, Option
 
-from minillm.adapters.store import AdapterStore, fingerprint_of
+from minillm.adapters.store import AdapterStore
 from minillm.cli.answers import as_json, show, took_line
 from minillm.cli.given import is_given
 from minillm.data import Tokenizer
@@ -41,7 +41,6 @@ from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
 TEMPERATURE = 0.8  # of a checkpoint that says nothing
 BLOCK_SIZE = 16
-ADAPTER = "adapter"  # the name of the only one
 LARGEST_BATCH = 256 << 20  # bytes of a file of prompts
 FIELDS = ("prompt", *(field.name for field in fields(SamplingParams)))
 TEXT, SAMPLING, MODEL = (partial(Option, rich_help_panel=panel) for panel in ("Prompts", "Sampling", "Model"))
@@ -90,7 +89,9 @@ def command(
     token_budget: Annotated[
         int | None, MODEL(help="With --batch: tokens of a pass.", min=1, show_default="8192 on a GPU, else 512")
     ] = None,
-    compile: Annotated[bool, MODEL("--compile", help="Run the model's blocks through torch.compile.")] = False,
+    compile: Annotated[
+        bool, MODEL("--compile", help="Run the model through torch.compile: the first tokens take about a minute.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> int:
     """Write on from a prompt, streaming, or from all prompts of a file together."""
@@ -119,22 +120,21 @@ def command(
     wanted = DTYPES[dtype or ("float32" if where.type == "cpu" else "auto")]
     network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
     options = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k)}
-    options |= ({"compile": True} if compile else {}) | ({} if kv is None else {"kv_dtype": kv})
+    options |= {} if kv is None else {"kv_dtype": kv}
     if adapter is not None:
-        options["adapters"] = store = AdapterStore(network, {ADAPTER: adapter}, fingerprint=fingerprint_of(folder))
-        store.registered(ADAPTER)
+        options["adapters"] = AdapterStore.beside(folder, network, {str(adapter): adapter})
     params = SamplingParams(**defaults)
     if requests is None:
         ids, first = (chat_ids(tokenizer, prompt, system), None) if chat else healed(tokenizer, prompt)
         shown = f"{prompt}\n" if chat else tokenizer.decode(ids, skip_special=True)
         plain = SamplingParams(max_new_tokens, params.temperature, seed=seed, stop_tokens=params.stop_tokens)
-        if options or params != plain:
-            llm = LLM(network, tokenizer=tokenizer, **options)
+        if options or params != plain or (compile and where.type != "cpu"):
+            llm = LLM(network, tokenizer=tokenizer, compile=compile, **options)
             stream_by_engine(llm, ids, replace(params, first_tokens=first or ()), shown)
         else:
-            stream(network, tokenizer, ids, params, first, shown)
+            stream(network, tokenizer, ids, params, first, shown, compile)
         return 0
-    outputs = run_batch(network, tokenizer, batch, requests, options | limits)
+    outputs = run_batch(network, tokenizer, batch, requests, options | limits | {"compile": compile})
     write_json(json_file, {"provenance": provenance(), **as_json(outputs)})
     return 0 if all(output.error is None for _, output in outputs) else 1
 
@@ -146,6 +146,7 @@ def stream(
     params: SamplingParams,
     first: list[int] | None,
     shown: str,
+    compiled: bool = False,
 ) -> None:
     """Streams one text, a token at a time, from the plainest decoder."""
     push = tokenizer.stream()
@@ -153,6 +154,7 @@ def stream(
     typer.echo(shown, nl=False)
     stops = {*params.stop_tokens, *([] if tokenizer.eos is None else [tokenizer.eos_id])}
     options = {"temperature": params.temperature, "seed": params.seed, "stop": stops, "first": first}
+    options |= {"compiled": compiled}
     for token in generate(model, ids, params.max_tokens, **options):
         typer.echo(push(token), nl=False)
     typer.echo(push(final=True))
@@ -163,7 +165,7 @@ def stream_by_engine(llm: LLM, ids: list[int], params: SamplingParams, shown: st
     blocks."""
     typer.echo(shown, nl=False)
     tokens = 0
-    for delta in llm.stream(ids, params, adapter=None if llm.adapters is None else ADAPTER):
+    for delta in llm.stream(ids, params, adapter=llm.adapters and llm.adapters.names[0]):
         typer.echo(delta.text, nl=False)
         tokens += len(delta.tokens)
     typer.echo()
@@ -268,7 +270,7 @@ def run_batch(
     llm = engine(model, tokenizer, [(len(tokens[number]), params) for number, _, params in requests], **options)
     for number, _, params in requests:
         with _naming(file, number):
-            llm.add(tokens[number], params, request_id=str(number), adapter=options.get("adapters") and ADAPTER)
+            llm.add(tokens[number], params, request_id=str(number), adapter=llm.adapters and llm.adapters.names[0])
     ended: dict[str, Output] = {}
     outputs: list[tuple[int, Output]] = []
     while len(outputs) < len(requests):

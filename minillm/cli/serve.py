@@ -16,7 +16,7 @@ import torch
 import typer
 from typer import Option
 
-from minillm.adapters.store import BUDGET_BYTES, MAX_ADAPTERS, AdapterStore, fingerprint_of
+from minillm.adapters.store import BUDGET_BYTES, MAX_ADAPTERS, AdapterStore
 from minillm.model.generate import device_of, folder_of
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
@@ -116,10 +116,7 @@ def _engine(model: str, drafter: str, k: int, where: dict, options: dict) -> LLM
     if drafter != "none":
         options |= {"proposer": proposer_named(drafter, loaded["model"]), "k": k}
     if adapters := options.pop("adapters", None):
-        fingerprint = fingerprint_of(folder_of(model, option="model"))
-        store = options["adapters"] = AdapterStore(loaded["model"], fingerprint=fingerprint, **adapters)
-        for name in store.names:
-            store.registered(name)  # a bad folder is told now, not to the first client
+        options["adapters"] = AdapterStore.beside(folder_of(model), loaded["model"], **adapters)
     return LLM(**loaded | options)
 
 

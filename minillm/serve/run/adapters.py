@@ -57,5 +57,9 @@ def hold_adapters(plan: Plan, store: "AdapterStore", scheduler: Scheduler, end: 
 
 def adapters_of(sequences: Sequence[Scheduled]) -> np.ndarray | None:
     """`StepInputs.adapters`."""
-    numbers = [-1 if sequence.adapter is None else sequence.adapter for sequence in sequences]
-    return np.array(numbers, np.int64) if any(number >= 0 for number in numbers) else None
+    numbers = [sequence.adapter for sequence in sequences]
+    if numbers.count(None) == len(numbers):
+        return None
+    from minillm.adapters.grouped import NO_ADAPTER
+
+    return np.array([NO_ADAPTER if number is None else number for number in numbers], np.int64)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,12 +10,13 @@ import pytest
 from minillm.adapters import detach
 from minillm.adapters.peft_folder import load_peft
 from minillm.adapters.store import AdapterStore
+from minillm.model.config import MoEConfig
 from minillm.quantize import NF4, Int, Settings, quantize
 from minillm.serve import LLM, AsyncLLM, SamplingParams
 from minillm.serve.requests import request
 from minillm.serve.schedule.blocks import cache_namespace
 from minillm.serve.speculate.proposers.ngram import NGram
-from tests.engine.adapters.serving import NAMES, base, merged, right, write_all
+from tests.engine.adapters.serving import CONFIG, NAMES, base, merged, right, write_adapter, write_all
 
 TOKENS = 10
 SHARED = [[7, 3, 9, 30, 4, 11, 2, 50, 17, 40, 21, 6, 33], [5, 5, 8, 1]]
@@ -113,6 +115,26 @@ def test_prefixes_are_shared_within_an_adapter_only(folders, expected):
         assert output.answers[0].ids == expected[name, 0]
         hits.append(output.hit)
     assert [bool(hit) for hit in hits] == [False, True, False, False, True]
+
+
+OTHERS = {
+    "window and norms": {"sliding_window": 5, "qk_norm": True},
+    "biases, tied": {"qkv_bias": True, "tie_embeddings": True},
+    "experts": {"moe": MoEConfig(4, 2, 16)},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_models(kind, tmp_path):
+    config, prompts, said, folders = replace(CONFIG, **OTHERS[kind]), [SHARED[0], SHARED[1], [9, 8]], [], {}
+    for number, rank in ((1, 4), (5, 64), (9, 7)):  # query and value alone, which every kind has
+        folder = folders[f"tenant-{number}"] = write_adapter(tmp_path / str(number), number, config, rank)
+        model = merged(folder, base(config=config))
+        said += [right(model, prompt, TOKENS) for prompt in prompts]
+    names = [name for name in folders for _ in prompts]
+    llm = LLM(base(config=config), adapters=folders, block_size=4, chunk=4)
+    outputs = llm.generate(prompts * 3, SamplingParams(max_tokens=TOKENS), adapter=names)
+    assert [output.answers[0].ids for output in outputs] == said
 
 
 @pytest.mark.parametrize("format", [Int(), Int(32, bits=4), NF4(32)], ids=["int8", "int4", "nf4"])

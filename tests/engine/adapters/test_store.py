@@ -18,6 +18,7 @@ from minillm.adapters.peft_folder import CONFIG, TENSORS, read_peft
 from minillm.adapters.store import AdapterStore, fingerprint_of
 from minillm.model import ModelConfig, load_hf, save_hf
 from minillm.model.generate import folder_of
+from minillm.predict.training.adapters import Adapters, adapters_that_fit
 from minillm.serve import LLM, SamplingParams
 from tests.engine.adapters.serving import CONFIG as SHAPE
 from tests.engine.adapters.serving import base, merged, right, write_adapter
@@ -135,6 +136,19 @@ def test_the_steps_met_everything():
     assert SEEN["evicted"] > 50 and SEEN["failed"] > 20, SEEN
 
 
+def test_as_many_fit_as_predicted(tmp_path):
+    predicted = Adapters(TINY, 3, ("q_proj", "v_proj")).nbytes(4)
+    folders = {str(number): write_adapter(tmp_path / str(number), 1, TINY, 3) for number in range(5)}
+    budget = 3 * predicted + 1
+    store = AdapterStore(base(config=TINY), folders, budget_bytes=budget)
+    assert {store.registered(name).nbytes for name in folders} == {predicted}
+    fit = adapters_that_fit(budget, predicted)
+    assert fit == 3 and store.has_room(range(fit)) and not store.has_room(range(fit + 1))
+    store.hold(range(2))
+    store.hold(range(2, 5))
+    assert store.nbytes == fit * predicted and store.resident == ["2", "3", "4"] and store.evictions == 2
+
+
 def test_a_file_that_is_written_while_it_is_read_is_refused(originals, tmp_path, monkeypatch):
     folder = tmp_path / "adapter"
     restore(originals[2], folder)
@@ -212,7 +226,7 @@ def test_a_bad_folder_is_one_sentence_and_others_go_on(served, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_folder_that_is_damaged_later_fails_its_own_requests(served, tmp_path, kind, ahead):
     """It was good when the request came and is not when the adapter is loaded."""
     folders, expected = served
