@@ -88,7 +88,7 @@ def requests(forgets: bool) -> tuple[tuple[str | None, tuple[int, ...], int], ..
     found, met = [], set()
     for index, adapter in enumerate(order):
         tokens = beginning
-        if adapter in met or index == len(order) - 1:
+        if adapter in met or index == len(order) - 1 or random.random() < 0.5:
             tokens += tuple(random.choices(range(1000), k=random.randint(2, 2 * BLOCK)))
         hit, knows = 0, not forgets or (only_new and index < len(order) - 1)
         while hit + BLOCK < len(tokens):
