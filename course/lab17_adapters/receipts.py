@@ -230,15 +230,10 @@ def rank_against_loss(found: list[Tuned]) -> Table:
 def last_ranks(found: list[Tuned]) -> Receipt:
     """What the step from rank 8 to rank 64 is worth, near the base and far from it."""
     loss = {(each.task, each.rank): each.after for each in found}
-    near, far = (loss[task, 8] - loss[task, 64] for task in (NEAR, FAR))
-    return receipt(
-        "from rank 8 to rank 64",
-        [
-            row(f"{NEAR}: nats gained", None, near),
-            row(f"{FAR}: nats gained", None, far),
-            row("    more than near the base", True, far > near),
-        ],
-    )
+    gains = {task: loss[task, 8] - loss[task, 64] for task in (NEAR, FAR)}
+    rows = [row(f"{task}: nats gained", None, gain) for task, gain in gains.items()]
+    rows.append(row("    more far from the base than near it", True, gains[FAR] > gains[NEAR]))
+    return receipt("from rank 8 to rank 64", rows)
 
 
 def batch_costs(found: list[BatchCost]) -> Table:
