@@ -210,11 +210,11 @@ def _read_matrices(path: Path, rank: int) -> tuple[dict[str, tuple[Tensor, Tenso
     try:
         content = path.read_bytes()  # not mapped: whatever becomes of the file later, this stays
         tensors = load(content)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError) as error:  # a type that torch lacks is a KeyError
         raise ValueError(f"{path} is damaged ({error}): download or export it again.") from error
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     fingerprint = header.get("__metadata__", {}).get(FINGERPRINT)
-    for key, tensor in tensors.items():
+    for key, tensor in sorted(tensors.items()):
         layer, which = _place_of(key, path)
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ValueError(f"{path} is damaged: {key} has values that are not finite numbers.")
