@@ -109,7 +109,7 @@ def _one_by_one(x: Tensor, weight: Tensor, adapters: list, which: Tensor) -> Ten
 
 
 def _judge_rows(found: Tensor, right: Tensor, base: Tensor, which: Tensor, name: str) -> None:
-    off = (found.double() - right).norm(dim=1) > 1e-4 * right.norm(dim=1)
+    off = ~((found.double() - right).norm(dim=1) <= 1e-4 * right.norm(dim=1))  # NaN, too
     if not off.any():
         return
     token = int(off.nonzero()[0, 0])

@@ -76,20 +76,29 @@ def gradient_norms(x: Tensor, a: Tensor, b: Tensor, world_size: int, times: int)
     }
 
 
-def requests(shares_all: bool) -> tuple[tuple[str | None, tuple[int, ...], int], ...]:
-    """Prompts with common beginnings through a cache of blocks, which knows adapters or does not."""
+def requests(forgets: bool) -> tuple[tuple[str | None, tuple[int, ...], int], ...]:
+    """Prompts with a common beginning through a cache of blocks, which knows adapters, or forgets them: always, or only
+    where an adapter is met for the first time, such as after it was loaded again."""
     beginning = tuple(random.choices(range(1000), k=3 * BLOCK))
+    order: list[str | None] = [*random.sample(("red", "blue", None), 3), *random.choices(("red", "blue", None), k=3)]
+    only_new = random.random() < 0.5
+    if forgets and only_new:
+        order[2:] = [*order[:2], order[0], order[2]]
     cached: set[tuple] = set()
-    found = []
-    order = [*random.sample(("red", "blue", None), 3), *random.choices(("red", "blue", None), k=3)]
-    for adapter in order:
-        tokens = beginning + tuple(random.choices(range(1000), k=random.randint(2, 2 * BLOCK)))
-        owner = "all" if shares_all else adapter
-        hit = 0
-        while hit + BLOCK < len(tokens) and (owner, tokens[: hit + BLOCK]) in cached:
+    found, met = [], set()
+    for index, adapter in enumerate(order):
+        tokens = beginning
+        if adapter in met or index == len(order) - 1 or random.random() < 0.5:
+            tokens += tuple(random.choices(range(1000), k=random.randint(2, 2 * BLOCK)))
+        hit, knows = 0, not forgets or (only_new and index < len(order) - 1)
+        while hit + BLOCK < len(tokens):
+            owners = {adapter} if knows else {*order}
+            if not any((owner, tokens[: hit + BLOCK]) in cached for owner in owners):
+                break
             hit += BLOCK
         found.append((adapter, tokens, hit))
-        cached |= {(owner, tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)}
+        met.add(adapter)
+        cached |= {(adapter, tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)}
     return tuple(found)
 
 

@@ -158,7 +158,7 @@ mistake(
     "everything in 16 bits",
     {
         "alpha / len(A) * (B.float() @ A.float())": "alpha / len(A) * (B @ A)",
-        "(weight.float() + update).to(weight.dtype)": "weight + update",
+        "(weight + update).to(weight.dtype)  # update is in float32, so the sum is": "weight + update",
     },
     says="Product and sum were rounded to 16 bits each: add in float32, and round once.",
 )
@@ -171,13 +171,13 @@ mistake(
 mistake(
     "merge",
     "in float32",
-    {"(weight.float() + update).to(weight.dtype)": "weight.float() + update"},
+    {"(weight + update).to(weight.dtype)": "weight + update"},
     expect="as W is",
 )
 mistake(
     "merge",
     "in place",
-    {"return (weight.float() + update).to(weight.dtype)": "return weight.copy_(weight.float() + update)"},
+    {"return (weight + update).to(weight.dtype)": "return weight.copy_(weight + update)"},
     expect="changed its input `weight`",
 )
 mistake(

@@ -230,15 +230,10 @@ def rank_against_loss(found: list[Tuned]) -> Table:
 def last_ranks(found: list[Tuned]) -> Receipt:
     """What the step from rank 8 to rank 64 is worth, near the base and far from it."""
     loss = {(each.task, each.rank): each.after for each in found}
-    near, far = (loss[task, 8] - loss[task, 64] for task in (NEAR, FAR))
-    return receipt(
-        "from rank 8 to rank 64",
-        [
-            row(f"{NEAR}: nats gained", None, near),
-            row(f"{FAR}: nats gained", None, far),
-            row("    more than near the base", True, far > near),
-        ],
-    )
+    gains = {task: loss[task, 8] - loss[task, 64] for task in (NEAR, FAR)}
+    rows = [row(f"{task}: nats gained", None, gain) for task, gain in gains.items()]
+    rows.append(row("    more far from the base than near it", True, gains[FAR] > gains[NEAR]))
+    return receipt("from rank 8 to rank 64", rows)
 
 
 def batch_costs(found: list[BatchCost]) -> Table:
@@ -258,7 +253,7 @@ def batch_costs(found: list[BatchCost]) -> Table:
     return table(f"{experiments.TOKENS} requests through a layer of {experiments.LAYER}, one thread", columns, lines)
 
 
-# Production and interview.
+# Production.
 
 
 def peer() -> Receipt:
@@ -272,47 +267,6 @@ def peer() -> Receipt:
         f"peft {version('peft')} loads three folders of ours and runs a mixed batch",
         [row("logits of the three merged models of ours: relative difference below 1e-4", True, found < 1e-4)],
     )
-
-
-def interview() -> Table:
-    """Numbers that the questions rest on."""
-    tenancy = formulas.tenancy()
-    eight, seventy = (formulas.of_model(name, 16) for name in ("llama-3-8b", "llama-3-70b"))
-    return table(
-        "by formula",
-        ("quantity", "formula"),
-        [
-            ("4,096 x 4,096, rank 16: share of the numbers", f"{16 * 8192 / 4096**2:.2%}"),
-            ("Llama 3 8B, rank 16, all layers: numbers", f"{eight.parameters:,}"),
-            ("    in 16 bits", f"{eight.nbytes() / 1e6:.1f} MB"),
-            ("    FLOPs of a training step, of those of all weights", f"{formulas.step_share(eight, 1024):.2f}"),
-            ("Llama 3 70B, rank 16, all layers: numbers", f"{seventy.parameters:,}"),
-            ("NF4 with double quantization: bits per weight", formulas.NF4_BITS),
-            ("1,000 tenants, 64 requests: different adapters expected", f"{tenancy.different:.1f}"),
-        ],
-    )
-
-
-def design_node(guess_states: float | None = None) -> Table:
-    """D1: Llama 3 70B on eight cards of 80 GB."""
-    lines = [
-        (way.name, f"{way.states / 1e9:.1f} GB", f"{way.left / 1e9:.1f} GB" if way.left > 0 else "does not fit")
-        for way in formulas.fine_tunes()
-    ]
-    title = f"D1: 70B on 8 cards of 80 GB, 10 % kept free (your guess for LoRA: {guess_states} GB a card), by formula"
-    return table(title, ("what is trained", "states on a card", "left for activations"), lines)
-
-
-def design_tenants() -> Table:
-    """D2: 1,000 tenants on four cards."""
-    lines = []
-    for sequences in (16, 64, 256):
-        found = formulas.tenancy(sequences=sequences)
-        lines.append(
-            (sequences, f"{found.different:.1f}", seconds(found.base_step), seconds(found.step), seconds(found.merged))
-        )
-    columns = ("requests in a step", "different adapters", "base alone", "with adapters", "merged models in turn")
-    return table("D2: Llama 3 8B on one H100, contexts of 1,024, a decode step by formula", columns, lines)
 
 
 CLAIMS = (numbers, stages, step_memory, products, fits, served, forgotten_key, reduced_twice, verdicts)
