@@ -25,8 +25,8 @@ def _steady(draw: random.Random) -> Traffic:
     """A request every fourth step, each with a short prompt and a long answer, in a pool for three of them."""
     engine = {"block_size": 4, "num_blocks": 24, "prefix_cache": False}
     asked = (
-        Asked(tokens(draw, draw.randint(10, 16)), SamplingParams(draw.randint(18, 24)), at=4 * number)
-        for number in range(12)
+        Asked(tokens(draw, draw.randint(10, 16)), SamplingParams(draw.randint(16, 20)), at=4 * number)
+        for number in range(10)
     )
     return Traffic(tuple(asked), engine)
 
