@@ -405,7 +405,7 @@ receipts.answer("split_prefill_decode")
 # **Capstone (open).** Take a service you use. Estimate its traffic, choose model and cards, and write one page: capacity, cost
 # per million tokens, what happens in a burst, and the three metrics you would page on.
 #
-# Next: [23 · Common claims](23_claims.ipynb), where you vote on what is often said about these systems, then compute it.
+# Next: [22 · The bug museum](22_bug_museum.ipynb), where you find bugs that raise no error, from the traces they leave.
 
 # %%
 finish("21_design_serving")

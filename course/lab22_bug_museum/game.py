@@ -19,6 +19,7 @@ from typing import Any
 
 from course.kit.blame import summary
 from course.kit.card import Card
+from course.kit.checks import Outcome
 from course.kit.evidence import alike
 from course.kit.exercises import CheckFailed
 from course.kit.receipts import receipt
@@ -182,7 +183,7 @@ def sentence(exhibit: Exhibit, failure: CheckFailed, seed: int) -> str:
     """What is said about a repair that fails as a known one does on the same inputs; "" if none does."""
     for fix in exhibit.wrong_fixes:
         known = failure_of(exhibit, fix, seed)
-        if known is not None and alike(_Outcome(known), _Outcome(failure)):
+        if known is not None and same_failure(known, failure):
             return fix.says
     return ""
 
@@ -200,11 +201,9 @@ def failure_of(exhibit: Exhibit, fix: WrongFix, seed: int) -> CheckFailed | None
     return None
 
 
-class _Outcome:
-    """What `alike` compares."""
-
-    def __init__(self, failure: CheckFailed):
-        self.message, self.evidence = str(failure), failure.evidence
+def same_failure(one: CheckFailed, other: CheckFailed) -> bool:
+    """Whether two repairs fail alike: the same rows are off, by the same numbers."""
+    return alike(*(Outcome("failed", str(failure), evidence=failure.evidence) for failure in (one, other)))
 
 
 class Shown:

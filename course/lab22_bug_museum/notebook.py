@@ -331,7 +331,7 @@ desk()
 # `course/lab22_bug_museum/exhibits_split.py` (a fault as an edit, what looks right, the trace, four suspects, two wrong
 # repairs), and give it to somebody.
 #
-# Next: [23 · Common claims](23_claims.ipynb), where you vote on what is often said about these systems.
+# Next: [23 · Common claims](23_claims.ipynb), where you vote on what is often said about these systems, then compute it.
 
 # %%
 finish("22_bug_museum")
