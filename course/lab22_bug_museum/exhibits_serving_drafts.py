@@ -133,7 +133,7 @@ TWICE = Exhibit(
             "one number further",
             "An accepted token and the one after it take more than one number, so the next pass still begins with "
             "numbers that were used.",
-            ({"sample.draw.count += numbers": "sample.draw.count += min(numbers, 1) - 1"},),
+            ({"sample.draw.count += numbers": "sample.draw.count += min(numbers, 1)"},),
         ),
         WrongFix(
             "back to the first number",
