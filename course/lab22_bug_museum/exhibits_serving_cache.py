@@ -45,7 +45,7 @@ def _two_templates(draw: random.Random) -> Traffic:
     template = tokens(draw, 24)
     alike, turned = tuple(token ^ 256 for token in template), template[1:8] + template[:1] + template[8:]
     params = SamplingParams(10)
-    later = [template + tokens(draw, 5), alike + tokens(draw, 6), turned + tokens(draw, 4), tokens(draw, 20)]
+    later = [template + tokens(draw, 5), alike + tokens(draw, 4), turned + tokens(draw, 4), tokens(draw, 20)]
     first = Asked(template + tokens(draw, 4), params)
     return Traffic((first, *(Asked(prompt, params, at=14) for prompt in later)))
 

@@ -119,14 +119,6 @@ TAIL = Exhibit(
             "write.",
             ({}, {WANTED: "self.pool.blocks_for((sequence.num_tokens + sequence.limit + 1) // 2)"}),
         ),
-        WrongFix(
-            "preempted ones go first",
-            "A preempted sequence overtakes those that came before it, and they are preempted in turn.",
-            (
-                {"self._wait(sequence)": "sequence.rank = (-1, sequence.rank[1], 0); self.enqueue(sequence)"},
-                {},
-            ),
-        ),
     ),
     investigation=(
         Clue(
