@@ -522,8 +522,8 @@ BRANCH = Exhibit(
     wrong_fixes=(
         WrongFix(
             "nobody sums",
-            "It no longer hangs, since in every fourth step nobody sums: the log then has the loss of this rank's windows, "
-            "and divides it by the tokens of all.",
+            "It no longer hangs, since in every fourth step nobody sums: the log then has the loss of this rank's "
+            "windows, divided by the tokens of all.",
             ({SUM: ONLY_ROOT.replace("self.parallel.is_root or ", "")},),
         ),
         WrongFix(

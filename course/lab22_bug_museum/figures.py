@@ -70,10 +70,8 @@ def what_sees_it(found: dict[str, tuple[float, ...]]) -> Figure:
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(length=0)
     for y, x in np.ndindex(*values.shape):
-        dark = shades[y, x] > -1
-        axes.text(
-            x, y, _percent(values[y, x]), ha="center", va="center", fontsize=9, color="white" if dark else "black"
-        )
+        color = "white" if shades[y, x] > -1 else TEXT
+        axes.text(x, y, _percent(values[y, x]), ha="center", va="center", fontsize=9, color=color)
     headline(axes, "No single measurement sees every bug, and the loss sees least", "deviation from one process")
     return figure
 
