@@ -24,11 +24,13 @@ MOVED_AFTER = Patch("minillm.serve.run.model_runner:Runner.execute", {MOVE + PAS
 
 
 def _samples(draw: random.Random) -> Traffic:
-    """A prompt that ends within a block, sampled once and four times."""
-    first, second = tokens(draw, 21), tokens(draw, 19)
+    """Prompts that end within a block, one sampled once and two four times."""
+    first, second, third = tokens(draw, 21), tokens(draw, 19), tokens(draw, 17)
     once = SamplingParams(12, temperature=1.0, seed=draw.randrange(2**31))
     four = SamplingParams(12, temperature=1.0, n=4, seed=draw.randrange(2**31))
-    return Traffic((Asked(first, once), Asked(second, four)), {"record_blocks": True})
+    return Traffic(
+        (Asked(first, once), Asked(second, four), Asked(third, four)), {"record_blocks": True, "max_num_seqs": 9}
+    )
 
 
 def _written_together(served: Served) -> int:
@@ -66,7 +68,7 @@ LATE_COPY = Exhibit(
         Suspect(
             "sampler",
             "the samples of a request share their random numbers",
-            "Equal numbers would give equal answers. These differ, and each is wrong only from its second token on.",
+            "Equal numbers would give equal answers. These differ, and no first token is wrong.",
         ),
         Suspect(
             "scheduler, fork",
@@ -107,8 +109,8 @@ LATE_COPY = Exhibit(
     investigation=(
         Clue(
             "answers",
-            "n=1 is right and three of the four samples are wrong from their second token on, the last one not at all: "
-            "whoever writes last wins. That is memory, not sampling.",
+            "n=1 is right and three of every four samples are wrong from one of their first tokens on, the last one "
+            "not at all: whoever writes last wins. That is memory, not sampling.",
         ),
         Clue(
             "block-tables",
@@ -118,8 +120,8 @@ LATE_COPY = Exhibit(
     ),
     misleading=Clue(
         "pool",
-        "Three blocks were copied, as it should be for four samples, so copy on write seems to work. It came when the "
-        "next block was begun, after the damage.",
+        "Six blocks were copied, as it should be for twice four samples, so copy on write seems to work. It came when "
+        "the next block was begun, after the damage.",
     ),
     lesson=(
         "A fast path repeats the conditions of the slow one, all of them. Whoever adds one should write down which "

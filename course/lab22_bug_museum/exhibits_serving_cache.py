@@ -45,7 +45,7 @@ def _two_templates(draw: random.Random) -> Traffic:
     template = tokens(draw, 24)
     alike, turned = tuple(token ^ 256 for token in template), template[1:8] + template[:1] + template[8:]
     params = SamplingParams(10)
-    later = [template + tokens(draw, 5), alike + tokens(draw, 6), turned + tokens(draw, 4), tokens(draw, 20)]
+    later = [template + tokens(draw, 5), alike + tokens(draw, 4), turned + tokens(draw, 4), tokens(draw, 20)]
     first = Asked(template + tokens(draw, 4), params)
     return Traffic((first, *(Asked(prompt, params, at=14) for prompt in later)))
 
@@ -153,9 +153,9 @@ ONE_BYTE_HASH = Exhibit(
 
 
 def _two_tenants(draw: random.Random) -> Traffic:
-    """Tenants whose names have equally many letters send the same prompt."""
+    """Three tenants and a request of none send the same beginning of a prompt."""
     template, params = tokens(draw, 24), SamplingParams(8)
-    who = ("red", "red", "tan", None)
+    who = ("red", "red", "tan", None, "blue")
     return Traffic(
         tuple(Asked(template + tokens(draw, 5), params, at=12 * place, salt=salt) for place, salt in enumerate(who))
     )
@@ -178,6 +178,7 @@ TENANTS = Exhibit(
         _hit(served, 1, 24, "tokens hit by the tenant who sent the prompt before"),
         _hit(served, 2, 0, "tokens hit by another tenant"),
         _hit(served, 3, 0, "tokens hit by a request of no tenant"),
+        _hit(served, 4, 0, "tokens hit by a third tenant"),
     ],
     measurements=(seen.ANSWERS, seen.HITS, seen.LATENCY, seen.HOLDERS, seen.ALONE, seen.POOL),
     suspects=(

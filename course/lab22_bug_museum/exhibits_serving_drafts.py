@@ -130,10 +130,10 @@ TWICE = Exhibit(
     ),
     wrong_fixes=(
         WrongFix(
-            "one number further",
-            "An accepted token and the one after it take more than one number, so the next pass still begins with "
-            "numbers that were used.",
-            ({"sample.draw.count += numbers": "sample.draw.count += min(numbers, 1) - 1"},),
+            "one for each accepted token",
+            "A rejection takes one number to reject and one to sample anew, so the next pass still begins with numbers "
+            "that were used.",
+            ({"sample.draw.count += numbers": "sample.draw.count += len(ids) - 1"},),
         ),
         WrongFix(
             "back to the first number",

@@ -130,8 +130,8 @@ def _in(dtype: torch.dtype) -> Transformer:
 
 
 def _low_precision(draw: random.Random) -> Traffic:
-    asked = tuple(Asked(tokens(draw, draw.randint(8, 40)), SamplingParams(48)) for _ in range(12))
-    return Traffic(asked, {"num_blocks": 256, "max_num_seqs": 12}, _in(torch.bfloat16))
+    asked = tuple(Asked(tokens(draw, draw.randint(8, 40)), SamplingParams(40)) for _ in range(10))
+    return Traffic(asked, {"num_blocks": 256, "max_num_seqs": 10}, _in(torch.bfloat16))
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _in_float32(served: Served) -> Served:
 
 
 def _shorter(asked: Asked) -> Asked:
-    return replace(asked, params=replace(asked.params, max_tokens=10))
+    return replace(asked, params=replace(asked.params, max_tokens=6))
 
 
 def _show_partings(served: Served) -> Table:
@@ -280,7 +280,7 @@ ROUNDING = Exhibit(
     ),
     misleading=Clue(
         "texts",
-        "The number of changed texts says how often a near tie is met in 48 tokens. One tie is enough for a text, so "
+        "The number of changed texts says how often a near tie is met in 40 tokens. One tie is enough for a text, so "
         "this counts the length of answers more than the size of an error.",
     ),
     lesson=(

@@ -25,8 +25,8 @@ def _steady(draw: random.Random) -> Traffic:
     """A request every fourth step, each with a short prompt and a long answer, in a pool for three of them."""
     engine = {"block_size": 4, "num_blocks": 24, "prefix_cache": False}
     asked = (
-        Asked(tokens(draw, draw.randint(10, 16)), SamplingParams(draw.randint(18, 24)), at=4 * number)
-        for number in range(12)
+        Asked(tokens(draw, draw.randint(10, 16)), SamplingParams(draw.randint(16, 20)), at=4 * number)
+        for number in range(10)
     )
     return Traffic(tuple(asked), engine)
 
@@ -118,14 +118,6 @@ TAIL = Exhibit(
             "Half of the answer is still reserved before it begins. A reservation has to be for what the next steps "
             "write.",
             ({}, {WANTED: "self.pool.blocks_for((sequence.num_tokens + sequence.limit + 1) // 2)"}),
-        ),
-        WrongFix(
-            "preempted ones go first",
-            "A preempted sequence overtakes those that came before it, and they are preempted in turn.",
-            (
-                {"self._wait(sequence)": "sequence.rank = (-1, sequence.rank[1], 0); self.enqueue(sequence)"},
-                {},
-            ),
         ),
     ),
     investigation=(

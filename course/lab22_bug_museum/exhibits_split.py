@@ -70,11 +70,6 @@ CONTEXT_NOT_REDUCED = Exhibit(
             "meet.",
             ({"self.averaged_over > 1": "self.layout.cp > 1"},),
         ),
-        WrongFix(
-            "three or more",
-            "Two ranks are enough to need a reduction: the comparison is with 1.",
-            ({"self.averaged_over > 1": "self.averaged_over > 2"},),
-        ),
     ),
     investigation=(
         Clue(

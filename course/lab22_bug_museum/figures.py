@@ -10,7 +10,7 @@ from course.lab22_bug_museum import museum
 from course.lab22_bug_museum.receipts import recorded
 from course.lab22_bug_museum.training_runs import Record, Run
 from minillm.drawing import headline, subplots
-from minillm.palette import look
+from minillm.palette import TEXT, look
 
 TRAINED = tuple(name for name, its in museum.EXHIBITS.items() if isinstance(its.run, Run))
 COLUMNS = ("last loss", "gradient norm", "worst gradient", "copies that differ")
@@ -64,16 +64,14 @@ def what_sees_it(found: dict[str, tuple[float, ...]]) -> Figure:
     values = np.array([found[name] for name in names])
     shades = np.log10(np.clip(values, 1e-3, 1.0))
     figure, axes = subplots(width=8, height=0.6 + 0.36 * len(names))
-    axes.imshow(shades, cmap="cividis_r", vmin=-3, vmax=0.6, aspect="auto")
+    axes.imshow(shades, cmap="Blues", vmin=-3, vmax=0.3, aspect="auto")
     axes.grid(False)
     axes.set_xticks(range(len(COLUMNS)), COLUMNS)
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(length=0)
     for y, x in np.ndindex(*values.shape):
-        dark = shades[y, x] > -1
-        axes.text(
-            x, y, _percent(values[y, x]), ha="center", va="center", fontsize=9, color="white" if dark else "black"
-        )
+        color = "white" if shades[y, x] > -1 else TEXT
+        axes.text(x, y, _percent(values[y, x]), ha="center", va="center", fontsize=9, color=color)
     headline(axes, "No single measurement sees every bug, and the loss sees least", "deviation from one process")
     return figure
 

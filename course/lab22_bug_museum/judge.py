@@ -20,11 +20,12 @@ def verify(exhibit: Exhibit, code: Callable | Sequence[Callable | Edits | None])
     if len(given) != len(exhibit.faults):
         raise CheckFailed(f"{exhibit.title} has {len(exhibit.faults)} places to repair: give as many functions.")
     patches = exhibit.repaired([_bare(each) for each in given])
-    rows = exhibit.trace(exhibit.run(patches, random.randrange(2**31)))
-    _refuse_off(rows, rows)
+    record = exhibit.run(patches, random.randrange(2**31))
+    rows, details = exhibit.trace(record), list(getattr(record, "details", ()))
+    _refuse_off(rows, rows, details)
     if exhibit.proof:
         more = exhibit.proof(patches)
-        _refuse_off(more, [*rows, *more])
+        _refuse_off(more, [*rows, *more], details)
         rows = [*rows, *more]
     return rows
 
@@ -34,11 +35,14 @@ def _bare(each: Any) -> Any:
     return inspect.unwrap(each) if callable(each) else each
 
 
-def _refuse_off(rows: Sequence[Row], shown: Sequence[Row]) -> None:
+def _refuse_off(rows: Sequence[Row], shown: Sequence[Row], details: list[Any]) -> None:
+    """details: numbers that tell repairs apart whose rows fail alike."""
     off = [row for row in rows if row.verdict == "off"]
     if off:
         said = "; ".join(map(_said, off))
-        raise CheckFailed(f"The trace is still there: {said}.", shown, evidence=[row.measured for row in rows])
+        raise CheckFailed(
+            f"The trace is still there: {said}.", shown, evidence=[*(row.measured for row in rows), *details]
+        )
 
 
 def _said(row: Row) -> str:

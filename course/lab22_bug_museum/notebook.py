@@ -85,7 +85,8 @@ case.debrief()
 def run(self, step, batch, loss, counted=None):
     """Returns the sum of loss(sum of weight * nll) over the microbatches.
 
-    batch: tokens, targets, weights, [rows, seq] each. counted: gets the sums of weights where the last part is.
+    batch: tokens, targets, weights, [rows, seq] each.
+    counted: gets the sums of weights where the last part is.
     """
     # BEGIN SOLUTION
     tokens, targets, weights = batch

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -120,6 +121,13 @@ class Served:
     def hit(self) -> list[int]:
         """Tokens of each request that were taken from the cache."""
         return [0 if output is None else output.hit for output in self.outputs]
+
+    @property
+    def details(self) -> list[int]:
+        """Numbers in which two wrong runs differ: of all answers, and of the plans of all steps."""
+        answers = [self.answers(number) for number in range(len(self.outputs))]
+        plans = [record.batch for record in self.records]
+        return [crc32(repr(answers).encode()), crc32(repr(plans).encode()), self.seats]
 
     @property
     def unfinished(self) -> int:

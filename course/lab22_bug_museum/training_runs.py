@@ -85,6 +85,12 @@ class Record:
     def steps(self) -> tuple[Step, ...]:
         return self.ranks[0].steps
 
+    @property
+    def details(self) -> list[float]:
+        """Numbers in which two wrong runs differ, to three digits: multiples and errors of wrong gradients."""
+        wrong = self.wrong_gradients()
+        return [float(f"{value:.3g}") for value in (sum(map(self.ratio, wrong)), *list(wrong.values())[:2])]
+
     def wrong_gradients(self, tolerance: float = 2e-3) -> dict[str, float]:
         """Parameters whose gradient is not one process's, with |difference| / |gradient|, the worst first."""
         errors = {}
