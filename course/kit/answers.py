@@ -11,12 +11,10 @@ be imported, so cloudpickle sends it to ranks by value, as it does with what a n
 """
 
 import ast
-import linecache
 import re
 import symtable
 from copy import deepcopy
 from functools import cache
-from hashlib import sha1
 from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
@@ -93,7 +91,7 @@ class Answers:
         before, after = slice(inside[0]), slice(inside[-1] + 1, None)
         copy = Answers.__new__(Answers)
         statements = [*self._statements[before], *edited, *self._statements[after]]
-        copy._begin(self._master, statements, _known_text(f"{self._master}{EDITED}", first, cell))
+        copy._begin(self._master, statements, f"{self._master}{EDITED}")
         copy._uses = [*self._uses[before], *map(names_of, edited), *self._uses[after]]
         return copy.to(exercise)
 
@@ -111,15 +109,6 @@ class Answers:
                 exec(compile(_Unchecked().visit(code), self._file, "exec"), self._module.__dict__)
                 if not isinstance(self._statements[index], (ast.Import, ast.ImportFrom)):
                     self._done.add(index)
-
-
-def _known_text(file: str, first: int, cell: str) -> str:
-    """A name of its own for this text, under which inspect.getsource finds it, since some answers are compiled from
-    theirs. first: lines of the file before the cell."""
-    name = f"{file}#{sha1(cell.encode()).hexdigest()[:12]}"
-    lines = ["\n"] * first + cell.splitlines(keepends=True)
-    linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-    return name
 
 
 @cache

@@ -21,7 +21,7 @@ _FRAME = re.compile(
 _COURSE = Path(__file__).parents[1]
 _PACKAGE = Path(minillm.__file__).parent
 # Answers that stand in for learners'.
-_MISTAKE = re.compile(rf"{re.escape(str(_COURSE))}/\w+/(mistakes\w*\.py|notebook\.py{re.escape(EDITED)}#\w+)")
+_MISTAKE = re.compile(rf"{re.escape(str(_COURSE))}/\w+/(mistakes\w*\.py|notebook\.py{re.escape(EDITED)})")
 _NOT_THEIRS = (
     f"{_PACKAGE}{os.sep}",
     f"{_COURSE}{os.sep}",

@@ -12,7 +12,7 @@
 # **A claim is worth what decides it: vote first, then run it.**
 # Stands on labs 00 to 16 (what they measured).
 #
-# Ninety-nine statements of the kind that interviews bring up: some true, some false, and a third that depends. You vote; the
+# A hundred and one statements of the kind that interviews bring up: some true, some false, and a third that depends. You vote; the
 # next cell runs what decides each one, on real ranks, in a simulation or by the course's formulas, and says under which condition
 # the verdict flips. About two hours with one exercise; running the notebook from top to bottom takes seconds. At
 # the end you can answer:
@@ -181,6 +181,8 @@ votes = {
     "a100_bandwidth": "depends",
     "ratio_proves_bandwidth": "depends",
     "fusion_five_thirds": "depends",
+    "compiled_once": "depends",
+    "graphs_speed_up_kernels": "depends",
 }
 
 # %%

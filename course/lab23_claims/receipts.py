@@ -6,6 +6,7 @@ from functools import cache
 from course.kit.receipts import Receipt, Row, receipt, titled
 from course.lab23_claims import (
     claims_code,
+    claims_compiler,
     claims_data_parallel,
     claims_decoding,
     claims_hardware,
@@ -26,6 +27,7 @@ MODULES = (
     claims_pipeline,
     claims_tensor,
     claims_hardware,
+    claims_compiler,
     claims_scale,
     claims_running,
     claims_decoding,

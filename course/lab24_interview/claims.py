@@ -14,7 +14,7 @@ TOPICS: dict[str, str] = {  # topic of lab 23: topic of the cards
     "data parallel": "data parallel and ZeRO",
     "tensor parallel": "tensor and sequence parallel",
     "faults": "checkpoints and faults",
-    "kernels": "hardware",
+    "kernels": "kernels and compilation",
     "code": "debugging",
     "paging": "decoding and the cache",
     "speculation": "speculative decoding",

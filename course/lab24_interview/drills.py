@@ -1,20 +1,20 @@
 """Numeric drills: mental arithmetic as interviewers ask for it, fresh numbers each time, judged with a tolerance.
 
 A drill is a `Decision`: a number that is off by a known factor is told which (bits for bytes, one GPU for all), and it
-may come with its unit. The kinds are in `drills_messages.py`, `drills_training.py`, `drills_serving.py` and
-`drills_reading.py`, where a report is read.
+may come with its unit. The kinds are in `drills_messages.py`, `drills_training.py`, `drills_serving.py`,
+`drills_kernels.py` and `drills_reading.py`, where a report is read.
 """
 
 from collections.abc import Callable
 from random import Random
 
-from course.lab24_interview import drills_messages, drills_reading, drills_serving, drills_training
+from course.lab24_interview import drills_kernels, drills_messages, drills_reading, drills_serving, drills_training
 from course.lab24_interview.deck import topics_of
 from course.shared.decisions import Decision
 
 DRILLS: dict[str, Callable[[Random], Decision]] = {
     name: made
-    for module in (drills_messages, drills_training, drills_serving, drills_reading)
+    for module in (drills_messages, drills_training, drills_serving, drills_kernels, drills_reading)
     for name, made in vars(module).items()
     if getattr(made, "__module__", "") == module.__name__
 }
@@ -69,6 +69,7 @@ TOPICS = {  # of the cards: which drills go with them
         "token_price",
         "first_token",
     ),
+    "kernels and compilation": ("kernel_time", "passes_saved", "launch_bound", "tile_reads", "ridge"),
     "debugging": ("hang_report", "slow_steps", "exposed", "nccl_line", "snapshot", "slow_rank", "mfu"),
     "planning": ("train_days", "states", "bubble", "run_cost", "energy", "mfu", "batch_tokens"),
 }

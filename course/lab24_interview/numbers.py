@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from minillm.predict import comms, faults, roofline
+from minillm.predict import comms, faults, kernels, roofline
 from minillm.predict.model import ADAM_MIXED_FP32_GRADIENTS as STATE
 from minillm.predict.planner import published
 from minillm.predict.planner.architectures import architecture
@@ -101,6 +101,11 @@ def lora(name: str, rank: int) -> float:
     return 2 * model.num_layers * rank * each
 
 
+def launches(fused: bool) -> int:
+    """Kernels of a decoding layer."""
+    return sum(kernel.launches for kernel in kernels.decode_layer(architecture("llama-3-8b"), 1, 1, fused=fused))
+
+
 def reported() -> list[float]:
     """Model FLOPs as a share of the peak, of the published runs that print it, ascending."""
     return sorted(run.reported for run in published.RUNS if run.basis == "model" and not run.stack.fp8)
@@ -138,6 +143,7 @@ NUMBERS: dict[str, Any] = {
     "waste": lambda save, restart, mtbf: faults.wasted_share(faults.young_interval(save, mtbf), save, restart, mtbf),
     "goodput": goodput,
     "lora": lora,
+    "launches": launches,
     "reported": reported,
     "save_rate": lambda parameters, mtbf, wasted: faults.checkpoint_bandwidth(
         faults.checkpoint_bytes(parameters), mtbf, wasted

@@ -61,6 +61,7 @@ TASKS: dict[str, str] = {  # exercise: topic of the cards
     "top-k-router": "long context and experts",
     "capacity-drops": "long context and experts",
     "tokens-to-experts": "long context and experts",
+    "replay-step": "kernels and compilation",
     "mesh-strides": "planning",
     "crossing-bytes": "planning",
 }

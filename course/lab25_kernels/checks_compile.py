@@ -107,9 +107,11 @@ def check_replay(learner: Callable) -> Receipt:
         right_cache = model.cache.clone()
         right_cache[slots] = model.keys[tokens]
         right = model.rows[tokens] + right_cache[slots, None]
+        asked = f"logits, [{n}, {model.rows.shape[1]}]"
         before = {size: graph.replays for size, graph in graphs.items()}
         found = learner(graphs, tokens, slots)
-        expect_like("you", found, right, f"logits, [{n}, {model.rows.shape[1]}]")
+        expect_like("you", found, right, asked)
+        expect(found.shape == right.shape, list(found.shape), asked)
         used = [size for size, graph in graphs.items() for _ in range(graph.replays - before[size])]
         best = min(size for size in sizes if size >= n)
         if used != [best]:
@@ -124,12 +126,12 @@ def check_replay(learner: Callable) -> Receipt:
                 else "was another sequence's, and is overwritten"
             )
             raise CheckFailed(f"a step of {n} in a graph of {best}: {where} {what}", evidence=others)
-        if not torch.equal(found.view_as(right), right):
+        if not torch.equal(found, right):
             raise CheckFailed(f"a step of {n} in a graph of {best}: the logits are not those of its tokens and slots",
                               evidence=found.tolist())  # fmt: skip
         kept.append((found, right))
         replayed.append((n, best))
-    late = [place for place, (found, right) in enumerate(kept) if not torch.equal(found.view_as(right), right)]
+    late = [place for place, (found, right) in enumerate(kept) if not torch.equal(found, right)]
     if late:
         raise CheckFailed(f"the logits of step {late[0] + 1} were right, and a later replay has overwritten them",
                           evidence=late)  # fmt: skip

@@ -70,6 +70,10 @@ WORKED = {
         (len({rank % 2 for rank in range(8)}), len({rank // 2 for rank in range(8)}), *range(0, 8, 2), 1), chosen=(4, 2)
     ),
     "What is wrong with gloo's": Worked((ring(8)[0] / (ring(8)[0] / 2),)),
+    # kernels
+    "What does fusing relu": Worked((len("xbtty") / len("xby"), len("xtty") / len("xy"))),
+    "Why does a decode step want": Worked((1 + 3 + 8 + 2 + 2 + 1 + 1 + 1 + 2 + 2 + 1 + 1, 25 - 2 - 7 - 1 - 1)),
+    "How do you choose the tile": Worked((4096 / 32 / (4096 / 128),)),
     # hardware
     "What are the three numbers that bound": Worked((PEAK, MEMORY, LINK)),
     "What is arithmetic intensity": Worked((PEAK / MEMORY, 2 / 2)),

@@ -87,7 +87,7 @@ def cases(lab):
 
 
 def test_all_claims_are_drawn_under_a_topic_of_the_cards():
-    assert sum(len(claims.of_topic(topic)) for topic in deck.topics()) == len(claims.statements()) == 99
+    assert sum(len(claims.of_topic(topic)) for topic in deck.topics()) == len(claims.statements()) == 101
 
 
 def test_a_coding_round_is_tasks_until_the_time_is_full(tmp_path):
