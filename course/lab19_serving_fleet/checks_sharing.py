@@ -26,9 +26,9 @@ def check_fair(learner: Callable) -> Receipt:
     queue = learner()
     if queue.pop() is not None:
         raise CheckFailed("pop of an empty queue gives None")
-    _hold_apart(learner)
     for _ in range(60):
         _drive(learner(), random.randint(2, 5))
+    _hold_apart(learner)
     rows = []
     received = _busy(learner(), {"small": (10, 10), "large": (100, 300)})
     rows.append(
