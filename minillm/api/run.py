@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from functools import partial
+from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,7 +24,20 @@ FIRST_REQUEST_S = 10.0  # for the headers of a connection's first request
 
 
 class DrainingServer(uvicorn.Server):
-    """Tells the app first that it is shutting down, so that /ready fails and what still arrives gets 503."""
+    """Tells the app first that it is shutting down, so that /ready fails and what still arrives gets 503.
+
+    is_over: asked ten times a second; it ends as by a signal once this is true.
+    """
+
+    def __init__(self, config: uvicorn.Config, is_over: Callable[[], bool]) -> None:
+        super().__init__(config)
+        self.is_over = is_over
+
+    async def on_tick(self, counter: int) -> bool:
+        if not self.should_exit and self.is_over():
+            self.config.app.state.api.admission.draining = True
+            self.should_exit = True
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         self.config.app.state.api.admission.draining = True
@@ -116,16 +129,15 @@ def serve(
     *,
     log_level: str = "info",
     drain_s: float = DRAIN_S,
+    is_over: Callable[[], bool] = lambda: False,
     until_stdin_closes: bool = False,
 ) -> None:
-    """Serves until a signal ends it. A connection that sends nothing is closed: before its first request after
-    `FIRST_REQUEST_S`, between requests after five seconds. until_stdin_closes: also until the parent ends that holds
-    the other end of standard input, as if it had sent SIGTERM. app.state.stop() does the same from within."""
+    """Serves until a signal or `is_over` ends it. A connection that sends nothing is closed: before its first request
+    after `FIRST_REQUEST_S`, between requests after five seconds. until_stdin_closes: also until the parent ends that
+    holds the other end of standard input, as if it had sent SIGTERM."""
     if until_stdin_closes:
         threading.Thread(target=_end_with_stdin, name="minillm stdin", daemon=True).start()
-    server = DrainingServer(uvicorn_config(app, log_level, drain_s))
-    app.state.stop = partial(setattr, server, "should_exit", True)
-    server.run(sockets=[listening])
+    DrainingServer(uvicorn_config(app, log_level, drain_s), is_over).run(sockets=[listening])
 
 
 def _end_with_stdin() -> None:

@@ -84,17 +84,12 @@ def command(
     processes = Processes([*given, *file], secret, max(1, (os.cpu_count() or 1) // (spawn or 1)))
     limits = Limits(body_bytes=max_body, open_requests=max_open, per_tenant=max_open_per_tenant, timeout_s=timeout)
     wrong: list[str] = []
-
-    def give_up(why: str) -> None:
-        wrong.append(why)
-        app.state.stop()
-
-    own_replicas = None if spawn is None else lambda fleet: Spawned(fleet, processes, spawn, on_failure=give_up)
+    own_replicas = None if spawn is None else lambda fleet: Spawned(fleet, processes, spawn, on_failure=wrong.append)
     app = create_router(urls, options, limits, keys, own_replicas)
     listening = bind(host, port)
     try:
         typer.echo(f"router: {url_of(host, listening)}/v1 for OpenAI's clients", err=True)
-        serve(app, listening)
+        serve(app, listening, is_over=lambda: bool(wrong))
     finally:
         listening.close()
     if wrong:

@@ -7,7 +7,8 @@ restart ──▶ one by one: a new one is ready, then the old one is drained an
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from minillm.api.router.fleet import Fleet, Replica
 from minillm.api.router.processes import Processes, ReplicaProcess
@@ -101,7 +102,7 @@ class Spawned:
     async def _try_start(self) -> None:
         try:
             if self._failures:
-                await asyncio.sleep(min(LONGEST_WAIT_S, 0.5 * 2**self._failures))
+                await asyncio.sleep(min(LONGEST_WAIT_S, 0.5 * 2 ** min(self._failures, 9)))
             await self._start()
         except ValueError as error:
             self.on_failure(str(error))
@@ -140,7 +141,7 @@ class Spawned:
     def _ready(self) -> list[str]:
         return [url for url in self.running if self.fleet.replicas[url].state == "ready"]
 
-    def _spawn_task(self, work) -> None:
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

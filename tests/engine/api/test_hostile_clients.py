@@ -300,7 +300,7 @@ def test_a_client_that_reads_nothing_does_not_hold_up_the_end(monkeypatch):
     monkeypatch.setattr(run_module, "UNREAD_LOOKS", 1)
     app = create_app({"draft": engine()})
     listening = bind("127.0.0.1", 0)
-    server = run_module.DrainingServer(run_module.uvicorn_config(app, log_level="error"))
+    server = run_module.DrainingServer(run_module.uvicorn_config(app, log_level="error"), lambda: False)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     until(lambda: server.started)

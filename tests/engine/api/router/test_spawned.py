@@ -21,7 +21,8 @@ from tests.engine.api.running import PATIENCE_S, until
 
 COMMAND = [sys.executable, "-m", "minillm", "route", "--port=0", "--check=0.2"]
 BATCH = 8  # sequences that a replica computes at once; the others wait and have no token
-ASKED = {"model": "draft", "prompt": "def ", "temperature": 1, "ignore_eos": True, "stream": True}
+ASKED = {"model": "draft", "prompt": "def ", "temperature": 1, "ignore_eos": True}
+ASKED |= {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass
@@ -102,17 +103,18 @@ def crowd(url: str, count: int, meanwhile=lambda: None, leave: float = 0.0, seed
         async with client.stream("POST", "/v1/completions", json=ASKED | {"max_tokens": most}) as answer:
             if answer.status_code != 200:
                 return json.loads(await answer.aread())["error"]["code"]
-            texts = 0
+            usage = None
             async for line in answer.aiter_lines():
                 if not line:
                     continue
                 content = line.removeprefix("data: ")
                 if content == "[DONE]":
-                    assert texts == most + 1, f"{texts} chunks of {most} tokens and an end"
+                    assert usage["completion_tokens"] == most
                     return content
-                if (error := json.loads(content).get("error")) is not None:
-                    return error["code"]
-                texts += 1
+                told = json.loads(content)
+                if "error" in told:
+                    return told["error"]["code"]
+                usage = told["usage"]
                 if leaves and draw.random() < 0.1:
                     return "left"
         return "broke off without a word"
