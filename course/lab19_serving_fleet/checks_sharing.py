@@ -28,6 +28,7 @@ def check_fair(learner: Callable) -> Receipt:
         raise CheckFailed("pop of an empty queue gives None")
     for _ in range(60):
         _drive(learner(), random.randint(2, 5))
+    _hold_apart(learner)
     rows = []
     received = _busy(learner(), {"small": (10, 10), "large": (100, 300)})
     rows.append(
@@ -38,6 +39,26 @@ def check_fair(learner: Callable) -> Receipt:
         row("one was away for 1,000 turns: shares after it is back", 1.0, received["away"] / received["here"], "", 0.05)
     )
     return receipt("tokens that tenants received", rows)
+
+
+def _hold_apart(learner: Callable) -> None:
+    """A queue that is made meanwhile changes nothing of another."""
+    queue = learner()
+    for tenant in ("ada", "alan"):
+        queue.push(tenant, tenant)
+    queue.charge("ada", 100)
+    learner().push("grace", "grace")
+    found = [queue.pop(), queue.pop(), queue.pop()]
+    right = [("alan", "alan"), ("ada", "ada"), None]
+    learner()
+    for tenant in ("barbara", "ada"):  # barbara is raised to ada, who left last: both have 100
+        queue.push(tenant, tenant)
+    found.append(queue.pop())
+    right.append(("ada", "ada"))
+    expect(all(each is None or isinstance(each, tuple | list) for each in found), found, "(tenant, request), or None")
+    found = [each if each is None else tuple(each) for each in found]
+    if found != right:
+        raise CheckFailed(f"with a second queue made meanwhile, pop gave {found}, and right is {right}", evidence=found)
 
 
 class _Reference:
@@ -137,9 +158,8 @@ def _back_after_a_pause(queue) -> Counter:
 )
 def check_ring(learner: Callable) -> Receipt:
     rows = []
-    for replicas in (1, 3, random.randint(5, 9)):
+    for replicas, points in ((1, 64), (3, 1), (4, 16), (random.randint(5, 9), 64)):
         names = [f"{random.choice('abcxyz')}{n}" for n in range(replicas)]
-        points = random.choice((1, 16, 64))
         ring = learner(list(names), points)
         for _ in range(150):
             key, bound = f"prefix {random.random()}", random.choice((1.0, 1.25, 2.0, 1e9))
@@ -152,9 +172,12 @@ def check_ring(learner: Callable) -> Receipt:
                     f"{capacity}): you chose {found!r}, and the ring says {right!r}."
                 )
                 raise CheckFailed(said, evidence=(key, found))
-        if points < 16 or replicas < 3:
+        if points < 16 or replicas < 4:
             continue
         more, idle = learner([*names, "new"], points), dict.fromkeys([*names, "new"], 0)
+        busy = dict.fromkeys(names, 1)
+        if ring.choose("a key", busy, 1.0) != _clockwise(names, points, "a key", busy, 1.0):
+            raise CheckFailed("a second ring that is made meanwhile changes what the first one chooses")
         keys = [f"key {n}" for n in range(600)]
         before, after = ([each.choose(key, idle, 1e9) for key in keys] for each in (ring, more))
         moved = sum(a != b for a, b in zip(before, after, strict=True))

@@ -96,7 +96,8 @@ receipts.pollaczek_khinchine()
 # The same on this machine: the draft model behind minillm's HTTP server, one request at a time, loaded by
 # `minillm.api.load` (`python -m minillm load`). *path* is the recursion of lab 21 for exactly the arrivals that were
 # sent, with the measured services in random order; the formula speaks of the long run, from which sixty requests may
-# be far.
+# be far. Whatever slows several services in a row, such as another program on this machine, makes the measured wait
+# longer than both: neither knows of bad minutes.
 
 # %%
 measured.measured_knee()
@@ -414,7 +415,8 @@ def diagnose(page):
     .computed, .needed (tokens put through the model, and those that had to be), .most_waiting,
     .tenants {name: (requests, ttft p99)}, .prompts: tokens of each prompt, .starting_s:
     how long the oldest start has been going on, .start_s: what a start takes alone.
-    Healthy: ttft_p99_s up to 1, whatever else."""
+    Healthy: ttft_p99_s up to 1, whatever else. A tenth more attempts than requests, a twentieth
+    more tokens than needed or a start that goes on are everyday."""
     # BEGIN SOLUTION
     if page.ttft_p99_s <= 1:
         return "healthy"

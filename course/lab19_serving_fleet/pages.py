@@ -57,6 +57,18 @@ def sound(name: str) -> list[Page]:
     return [Page(**vars(calm) | few), Page(**vars(calm) | {"prompts": [*calm.prompts, 1500], "most_waiting": 40})]
 
 
+def with_everyday_noise(name: str) -> Page:
+    """A few retries, a preemption and a start that goes on do not hide what it is."""
+    found = page(name)
+    noise = {
+        "attempts": max(found.attempts, found.requests + found.requests // 10),
+        "preemptions": max(1, found.preemptions),
+        "computed": max(found.computed, found.needed + found.needed // 20),
+        "starting_s": max(found.starting_s, 1.3 * START_S),
+    }
+    return Page(**vars(found) | noise)
+
+
 def of_stage(staged: Staged) -> Page:
     tenants = {}
     for name in sorted({story.arrival.tenant for story in staged.stories}):

@@ -1,23 +1,24 @@
 """Lab 19: what this machine's server does near the knee, and what starting one takes."""
 
-from collections.abc import Iterator
-
-from course.kit.receipts import Row, formula, row, titled
 from course.lab19_serving_fleet import experiments
 from course.shared.table import Table, seconds, table
 
 PHASES = ("process", "imports", "load", "warm-up")
 
 
-@titled("the draft model over HTTP, one request at a time, 60 at each rate", open_rows=9)
-def measured_knee() -> Iterator[Row]:
+def measured_knee() -> Table:
     """Mean waits of a rate sweep, beside Lindley's recursion and Pollaczek's and Khinchine's formula."""
-    for found in experiments.knee():
-        name = (
-            f"load {found.load:.0%}, service {found.service_s * 1e3:.0f} ms, spread {found.cv:.2f}: mean wait, by path"
+    lines = [
+        (
+            f"{found.load:.0%}",
+            seconds(found.service_s),
+            f"{found.cv:.2f}",
+            *(seconds(value) for value in (found.wait, found.path, found.formula)),
         )
-        yield row(name, found.path, found.wait, "s", 0.5, noisy=True)
-        yield formula("    in the long run, Pollaczek and Khinchine", found.formula, "s")
+        for found in experiments.knee()
+    ]
+    columns = ("load", "service", "spread", "mean wait: measured", "path", "long run, by formula")
+    return table("the draft model over HTTP, one request at a time, 60 at each rate", columns, lines)
 
 
 def cold_start() -> Table:
