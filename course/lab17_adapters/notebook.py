@@ -401,7 +401,7 @@ receipts.programs(verdict)
 #
 # - **A** and **D** are right: half a step of rounding in the outputs, and hits on their own blocks only.
 # - **B: alpha / r forgotten after merge.** With alpha = r it would be right by luck: test with another alpha.
-# - **C: adapter missing in the hash.** Its first requests already hit blocks of others.
+# - **C: adapter missing in the hash.** A request gets tokens from the cache, and none before it had its adapter.
 # - **E: gradients reduced twice.** A's norm is exactly the number of ranks too large.
 # - **F: B not zero at the start.**
 # </details>

@@ -138,4 +138,5 @@ def test_mutants_in_the_table_are_still_made():
     assert not stale
 
 
-MOST_ENTRIES = 100
+# 31 are lab 17's: a key may hash its parts in any order, and where exactly the judge's limits lie is not asked for.
+MOST_ENTRIES = 128
