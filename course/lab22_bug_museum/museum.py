@@ -2,10 +2,24 @@
 
 import difflib
 
-from course.lab22_bug_museum import exhibits_data_parallel, exhibits_pipeline, exhibits_split, exhibits_trainer
+from course.lab22_bug_museum import (
+    exhibits_context,
+    exhibits_data_parallel,
+    exhibits_pipeline,
+    exhibits_runs,
+    exhibits_tensor,
+    exhibits_trainer,
+)
 from course.lab22_bug_museum.exhibit import Exhibit
 
-MODULES = (exhibits_data_parallel, exhibits_pipeline, exhibits_split, exhibits_trainer)
+MODULES = (
+    exhibits_data_parallel,
+    exhibits_pipeline,
+    exhibits_tensor,
+    exhibits_context,
+    exhibits_trainer,
+    exhibits_runs,
+)
 EXHIBITS: dict[str, Exhibit] = {its.name: its for module in MODULES for its in module.EXHIBITS}
 
 
