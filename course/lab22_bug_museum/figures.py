@@ -45,8 +45,8 @@ def silent(exhibit: str = "slow-with-clipping") -> Figure:
     right.set(xlabel="parameter, in the model's order", ylabel="gradient / one process's")
     right.set_ylim(min(0, right.get_ylim()[0]), max(1.5, right.get_ylim()[1]))
     right.legend()
-    headline(left, "What everybody looks at")
-    headline(right, "What gives it away")
+    headline(left, "What everybody looks at", exhibit)
+    headline(right, "What gives it away", "gradients of the first step")
     return figure
 
 

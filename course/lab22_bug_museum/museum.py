@@ -3,14 +3,16 @@
 import difflib
 
 from course.lab22_bug_museum import (
+    exhibits_context,
     exhibits_data_parallel,
     exhibits_pipeline,
+    exhibits_runs,
     exhibits_serving_blocks,
     exhibits_serving_cache,
     exhibits_serving_drafts,
     exhibits_serving_numbers,
     exhibits_serving_schedule,
-    exhibits_split,
+    exhibits_tensor,
     exhibits_trainer,
 )
 from course.lab22_bug_museum.exhibit import Exhibit
@@ -18,8 +20,10 @@ from course.lab22_bug_museum.exhibit import Exhibit
 MODULES = (
     exhibits_data_parallel,
     exhibits_pipeline,
-    exhibits_split,
+    exhibits_tensor,
+    exhibits_context,
     exhibits_trainer,
+    exhibits_runs,
     exhibits_serving_cache,
     exhibits_serving_blocks,
     exhibits_serving_schedule,

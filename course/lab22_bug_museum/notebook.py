@@ -312,8 +312,8 @@ desk()
 #
 # ## In production
 #
-# The layouts of torchtitan and Megatron-LM are tested the same way: a loss curve and gradient norms of each layout held to
-# those of a reference, with fixed seeds
+# The layouts of torchtitan are tested in a like way: a loss curve of each layout is held to that of a reference, with fixed
+# seeds
 # ([torchtitan on convergence](https://github.com/pytorch/torchtitan/blob/main/docs/converging.md)). `python -m minillm oracle`
 # is this course's form of it. To practise with others, `python -m minillm museum --plant 7 --out DIR` writes a copy of minillm
 # with a bug in it, a run to find it from, and a sheet for the teacher.
@@ -329,7 +329,7 @@ desk()
 # microbatches and tokens, and why is none of them 1 and no two of them equal?
 #
 # **Capstone (open).** Take a bug of your own, write it as an exhibit in the form of
-# `course/lab22_bug_museum/exhibits_split.py` (a fault as an edit, what looks right, the trace, four suspects, two wrong
+# `course/lab22_bug_museum/exhibits_tensor.py` (a fault as an edit, what looks right, the trace, four suspects, two wrong
 # repairs), and give it to somebody.
 #
 # Next: [23 · Common claims](23_claims.ipynb), where you vote on what is often said about these systems, then compute it.
