@@ -37,6 +37,7 @@ class EngineCore:
     def plan(self) -> Step | None:
         """The next step, after what arrived or was cancelled since the last one; None = there is nothing to compute."""
         started = self.clock()
+        self.runner.ready()
         self.requests.tidy(started)
         plan = self.scheduler.schedule()
         for sample in plan.admitted:

@@ -85,7 +85,8 @@ class StepInputs:
     wanted: [r], the tokens whose logits are wanted, as places in `tokens`.
     allowed_rows, allowed_ids: [a], rows of the wanted logits in which only these ids may be sampled; a row that is not
     mentioned may have any. hidden: whether the hidden states after the last block are wanted.
-    sampling: how the next tokens are sampled; None = only logits are wanted.
+    sampling: how the next tokens are sampled; None = only logits are wanted. largest_only: of each row of them nothing
+    but the largest is read, unless the row is mentioned in allowed_rows.
     """
 
     tokens: np.ndarray
@@ -100,6 +101,7 @@ class StepInputs:
     allowed_ids: np.ndarray
     hidden: bool = False
     sampling: SamplingInputs | None = None
+    largest_only: bool = False
 
     @property
     def one_token_each(self) -> bool:
