@@ -40,7 +40,7 @@ class RankRunner(Runner):
 
     def lead(self) -> None:
         """On rank 0: from now on the others are told."""
-        self._leads = True
+        self._leads, self._last = True, time.monotonic()
 
     def follow(self) -> None:
         """On the others: executes what rank 0 tells until it ends."""
