@@ -6,6 +6,7 @@ accept ──▶ event loop (HTTP) ──▶ AsyncLLM's thread (forward passes) 
 import asyncio
 import ipaddress
 import socket
+from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,7 +16,20 @@ FIRST_REQUEST_S = 10.0  # for the headers of a connection's first request
 
 
 class DrainingServer(uvicorn.Server):
-    """Tells the app first that it is shutting down, so that /ready fails and what still arrives gets 503."""
+    """Tells the app first that it is shutting down, so that /ready fails and what still arrives gets 503.
+
+    is_over: asked ten times a second; it ends as by a signal once this is true.
+    """
+
+    def __init__(self, config: uvicorn.Config, is_over: Callable[[], bool]) -> None:
+        super().__init__(config)
+        self.is_over = is_over
+
+    async def on_tick(self, counter: int) -> bool:
+        if not self.should_exit and self.is_over():
+            self.config.app.state.api.admission.draining = True
+            self.should_exit = True
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         self.config.app.state.api.admission.draining = True
@@ -77,7 +91,14 @@ def uvicorn_config(app: FastAPI, log_level: str = "info", drain_s: float = DRAIN
     return config
 
 
-def serve(app: FastAPI, listening: socket.socket, *, log_level: str = "info", drain_s: float = DRAIN_S) -> None:
-    """Serves until a signal ends it. A connection that sends nothing is closed: before its first request after
-    `FIRST_REQUEST_S`, between requests after five seconds."""
-    DrainingServer(uvicorn_config(app, log_level, drain_s)).run(sockets=[listening])
+def serve(
+    app: FastAPI,
+    listening: socket.socket,
+    *,
+    log_level: str = "info",
+    drain_s: float = DRAIN_S,
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Serves until a signal or `is_over` ends it. A connection that sends nothing is closed: before its first request
+    after `FIRST_REQUEST_S`, between requests after five seconds."""
+    DrainingServer(uvicorn_config(app, log_level, drain_s), is_over).run(sockets=[listening])

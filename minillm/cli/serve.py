@@ -7,19 +7,25 @@ It listens on this machine only unless a key is given with --api-key or --api-ke
 requests first.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from typer import Option
 
-from minillm.model.generate import device_of
+from minillm.cli.ranks import check_ranks, serve_on_ranks
+from minillm.comm import is_root
+from minillm.model.generate import device_of, folder_of
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL, LIMIT, SAFETY = (partial(Option, rich_help_panel=panel) for panel in ("Model", "Limits", "Safety"))
@@ -62,6 +68,7 @@ def command(
     timeout: Annotated[float, LIMIT(help="Seconds from a request to its last token.", min=0.001)] = 600.0,
     max_num_seqs: Annotated[int | None, LIMIT(help="Sequences in a batch.", min=1)] = None,
     token_budget: Annotated[int | None, LIMIT(help="Tokens of a step.", min=1)] = None,
+    tp: Annotated[int, MODEL(help="Ranks that share every layer; the first of them answers.", min=1)] = 1,
 ) -> int:
     """Serve a model over HTTP to any OpenAI client."""
     if missing := [each for each in NEEDED if find_spec(each) is None]:
@@ -80,22 +87,29 @@ def command(
     if drafter not in (*PROPOSERS, "none"):
         raise ValueError(f"--speculate: no proposer {drafter!r}: use one of {', '.join(PROPOSERS)}, or none")
     limits = Limits(max_body, max_prompt, max_n, max_open, max_open_per_tenant, timeout)
-    listening = bind(host, port)
-    try:
-        engine = {"max_num_seqs": max_num_seqs, "token_budget": token_budget, "kv_dtype": kv}
-        options = {key: value for key, value in engine.items() if value is not None}
-        where = {
-            "device": None if device is None else device_of(device),
-            "dtype": None if dtype is None else DTYPES[dtype],
-            "max_seq_len": max_seq_len,
-        }
+    check_ranks(tp, device)
+    engine = {"max_num_seqs": max_num_seqs, "token_budget": token_budget, "kv_dtype": kv}
+    options = {key: value for key, value in engine.items() if value is not None}
+    where = {"dtype": None if dtype is None else DTYPES[dtype], "max_seq_len": max_seq_len}
+    known = name or (Path(model).name if Path(model).is_dir() else model)
+    listening = bind(host, port) if is_root() else None  # torchrun's other ranks have no port
+    with listening or nullcontext():
+        address = url_of(host, listening) if listening else ""
+
+        def announce() -> None:
+            typer.echo(f"{known}: {address}/v1 for OpenAI's clients, {address}/ to try it in a browser", err=True)
+
+        def app_of(llm: LLM) -> "FastAPI":
+            return create_app({known: llm}, limits, keys)
+
+        if tp > 1:
+            options |= {} if drafter == "none" else {"proposer": drafter, "k": k}
+            serve_on_ranks(tp, folder_of(model), listening, app_of, announce, device=device, **where, **options)
+            return 0
+        where["device"] = None if device is None else device_of(device)
         llm = _engine(model, drafter, k, where, options)
-        known = name or (Path(model).name if Path(model).is_dir() else model)
-        address = url_of(host, listening)
-        typer.echo(f"{known}: {address}/v1 for OpenAI's clients, {address}/ to try it in a browser", err=True)
-        serve(create_app({known: llm}, limits, keys), listening)
-    finally:
-        listening.close()
+        announce()
+        serve(app_of(llm), listening)
     return 0
 
 

@@ -64,7 +64,7 @@ class Channel:
     """
 
     def __init__(self, group: Group) -> None:
-        self.group = group if group.backend == "gloo" else _on_cpu(group)
+        self.group = group if group.backend == "gloo" and group.device.type == "cpu" else _on_cpu(group)
         self.group.connect()
         self.told = self.numbers = 0
 
