@@ -61,9 +61,12 @@ def over_ranks(
     runner.lead()
     try:
         result = use(llm)
+    except Exception:
+        runner.check()  # if a rank was lost, that is the reason
+        raise
     finally:
         runner.end()
-    runner.ready()
+    runner.check()
     runner.channel.close(group)
     return result
 

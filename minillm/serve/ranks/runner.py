@@ -9,7 +9,6 @@ see a difference. It costs 16 bytes a rank in place of the words' logits, and eq
 
 import time
 from math import inf
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -36,7 +35,8 @@ class RankRunner(Runner):
     def __init__(self, *given, group: Group, **options) -> None:
         super().__init__(*given, **options)
         self.group, self.channel, self.told_s = group, Channel(group), 0.0
-        self._leads, self._last, self._failure = False, 0.0, ""
+        self._leads, self._last = False, 0.0
+        self._failure: BaseException | None = None
 
     def lead(self) -> None:
         """On rank 0: from now on the others are told."""
@@ -50,27 +50,32 @@ class RankRunner(Runner):
 
     def end(self) -> None:
         """On rank 0: the others are told that there are no more steps, unless they are amid one."""
-        if self._leads and not self._failure:
+        if self._leads and self._failure is None:
             self.channel.tell_sign(END)
         self._leads = False
 
     def ready(self) -> None:
-        """RuntimeError if a pass has raised: the other ranks are in the middle of it, and no step can follow."""
-        if self._failure:
-            self._raise()
+        self.check()
         if self._leads and time.monotonic() - self._last > BEAT_S:
             self._tell(None)
 
     def execute(self, step: StepInputs) -> StepOutputs:
-        if self._failure:
-            self._raise()
+        self.check()
         try:
             if self._leads:
                 self._tell(step)
             return super().execute(step)
         except BaseException as failure:
-            self._failure = f"{type(failure).__name__}: {failure}"
+            self._failure = failure
             raise
+
+    def check(self) -> None:
+        """RuntimeError if a pass has raised: the other ranks are in the middle of it, and no step can follow."""
+        if (failure := self._failure) is not None:
+            raise RuntimeError(
+                f"rank {self.group.rank} of {self.group.world_size} stopped amid a pass ({type(failure).__name__}: "
+                f"{failure}), and the other ranks wait for it there: start the engine anew"
+            ) from failure
 
     def _tell(self, step: StepInputs | None) -> None:
         started = time.monotonic()
@@ -80,12 +85,6 @@ class RankRunner(Runner):
             self.channel.tell(to_numbers(step))
         self._last = time.monotonic()
         self.told_s += self._last - started
-
-    def _raise(self) -> NoReturn:
-        raise RuntimeError(
-            f"rank {self.group.rank} of {self.group.world_size} stopped amid a pass ({self._failure}), and the other "
-            "ranks wait for it there: start the engine anew"
-        )
 
     def _forward(self, step: StepInputs, before: Tensor | None) -> StepOutputs:
         outputs = super()._forward(step, before)
