@@ -85,7 +85,8 @@ def test_clients_get_the_engine_s_answers_and_sigterm_ends_what_is_open(server):
     assert "Traceback" not in server.text
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.full
 def test_a_rank_that_is_killed_ends_all_with_one_sentence(server, rank):
     server.ranks()[rank].kill()
     assert server.ended() == 1

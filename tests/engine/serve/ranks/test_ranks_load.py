@@ -84,7 +84,9 @@ def read_part(group, folder):
     return Counted.taken, said, nbytes(model)
 
 
-@pytest.mark.parametrize(("name", "tp"), [("plain", 4), ("tied, biases, uneven", 4), ("experts", 2)])
+@pytest.mark.parametrize(
+    ("name", "tp"), [pytest.param("plain", 4, marks=pytest.mark.full), ("tied, biases, uneven", 4), ("experts", 2)]
+)
 def test_a_rank_reads_its_own_bytes(name, tp, tmp_path):
     config = FOLDERS[name]
     save_hf(Transformer(config, seed=1), tmp_path / "model", max_shard_bytes=100_000)
@@ -105,7 +107,9 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name != "int4 with zeros")) for name in FORMATS]
+)
 def test_a_rank_reads_its_own_codes(name, tmp_path):
     format, most = FORMATS[name]
     model = Transformer(ModelConfig(64, 64, 128 if most < 2 else 112, 1, 8, 4, max_seq_len=64, init_std=0.2), seed=1)
@@ -115,6 +119,7 @@ def test_a_rank_reads_its_own_codes(name, tmp_path):
         assert said <= taken <= said + 4 * 64 + 64 and taken <= most * held
 
 
+@pytest.mark.full
 def test_fused_and_older_layouts_are_read_in_parts(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 8}
@@ -147,7 +152,11 @@ def test_a_part_has_its_heads_and_the_whole_vocabulary():
         assert (part.vocab_size, part.max_seq_len) == (PLAIN.vocab_size, PLAIN.max_seq_len)
 
 
-def refused(group, format, method, inter):
+def refused(group, cases):
+    return [refusal(group, *case) for case in cases]
+
+
+def refusal(group, format, method, inter):
     model = Transformer(ModelConfig(64, 64, inter, 1, 8, 4, max_seq_len=64), seed=1)
     quantize(model, Settings(format, method), torch.arange(60)[None] if method == "smoothquant" else None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -158,18 +167,15 @@ def refused(group, format, method, inter):
         return str(error)
 
 
-@pytest.mark.parametrize(
-    ("format", "method", "inter", "said"),
-    [
+def test_codes_that_cannot_be_cut_are_refused():
+    cases = [
         (Int(bits=4, group=32), "rtn", 64, "64 inputs in groups of 32, which do not divide over 4 ranks"),
         (Int(), "smoothquant", 128, "rounds whole rows of inputs, of which a rank has a part"),
         (NF4(), "rtn", 128, "scales that are quantized in turn"),
         (Int(), "rtn", 130, "which do not divide over 4 ranks"),
-    ],
-)
-def test_codes_that_cannot_be_cut_are_refused(format, method, inter, said):
-    for text in launch(refused, 4, format, method, inter):
-        assert said in text
+    ]
+    for texts in launch(refused, 4, [case for *case, _ in cases]):
+        assert all(said in text for text, (*_, said) in zip(texts, cases, strict=True)), texts
 
 
 def test_a_folder_of_another_kind_is_refused(tmp_path):

@@ -19,7 +19,7 @@ from tests.engine.serve.ranks.programs import (
 
 SEED, COUNT = 6, 12
 PATIENCE_S = 600  # one rank alone says nothing for long on a busy machine
-DEFAULT = ("plain", "chunks", "recomputed", "swapped", "ahead", "drafts", "quantized")
+DEFAULT = ("chunks", "swapped", "ahead", "drafts", "quantized")
 PREEMPTED = [name for name, (_, options) in CASES.items() if options and name != "window"]
 
 
@@ -41,7 +41,7 @@ def check(found):
         assert preemptions or name not in PREEMPTED, f"{name}: nothing was preempted"
 
 
-@pytest.mark.parametrize(("tp", "names"), [(2, DEFAULT), (4, ("recomputed", "swapped", "ahead"))])
+@pytest.mark.parametrize(("tp", "names"), [(2, DEFAULT), (4, ("recomputed",))])
 def test_tokens_are_those_of_one_process(tp, names):
     found, *others = launch(mixed, tp, names, COUNT, SEED, timeout=PATIENCE_S)
     check(found)
@@ -85,7 +85,7 @@ LAYOUTS = [
 def test_random_arrivals_and_cancellations(tp, options):
     requests = requests_of(9, 7, 10)
     hold_to(
-        launch(random_sequences, tp, range(10), options, requests, timeout=PATIENCE_S)[0],
+        launch(random_sequences, tp, range(8), options, requests, timeout=PATIENCE_S)[0],
         alone(model_of("plain"), requests),
     )
 
