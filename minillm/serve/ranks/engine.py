@@ -18,6 +18,10 @@ from minillm.serve.speculate.registry import proposer_named
 
 OF_FOLDER = ("device", "dtype", "max_seq_len")
 READ_TARGET = ("medusa", "eagle", "early-exit")  # proposers that compute with the target's own layers
+REFUSED = {
+    "compile": "torch.compile cannot trace what they exchange",
+    "adapters": "their matrices are not cut over ranks",
+}
 Result = TypeVar("Result")
 
 
@@ -38,8 +42,9 @@ def over_ranks(
     ValueError for heads that do not divide over the ranks and for what is not cut. If `use` leaves an exception, the
     ranks end with it.
     """
-    if options.get("compile"):
-        raise ValueError("compile with several ranks: torch.compile cannot see what they exchange, leave one out.")
+    for name, reason in REFUSED.items():
+        if options.get(name):
+            raise ValueError(f"{name} with an engine over ranks: {reason}, so leave one of the two out.")
     if isinstance(proposer, str) and proposer in READ_TARGET and group.world_size > 1:
         raise ValueError(
             f"proposer {proposer!r} reads the target, which is cut over {group.world_size} ranks: "

@@ -110,7 +110,7 @@ def test_a_server_that_is_killed_leaves_no_rank(server):
     ("arguments", "said"),
     [
         (["generate", "--tp", "3", "def "], "8 attention heads do not divide over 3 tensor-parallel ranks"),
-        (["generate", "--tp", "2", "--compile", "def "], "compile with several ranks"),
+        (["generate", "--tp", "2", "--compile", "def "], "compile with an engine over ranks"),
         (["generate", "--tp", "2", "--speculate", "medusa", "def "], "proposer 'medusa' reads the target"),
         (["generate", "--tp", "2", "--device", "cpu:0", "def "], "--device cpu:0 is one device for 2 ranks: say cpu"),
         (["serve", "--tp", "3", "--port", "0"], "8 attention heads do not divide over 3 tensor-parallel ranks"),

@@ -137,3 +137,13 @@ def test_blocks_hold_a_rank_s_heads_alone():
     for tp, kv_heads in ((1, 2), (2, 1), (4, 1)):
         total, shape = launch(sizes, tp)[0]
         assert total == 64 * 4 and shape == (2, 2, total, 16, kv_heads, 8)
+
+
+def too_large(group):
+    over_ranks(group, model_of("plain"), lambda llm: None, num_blocks=10**9)
+
+
+def test_more_blocks_than_the_memory_holds_are_refused():
+    with pytest.raises(RankError, match="num_blocks 1000000000 blocks are") as caught:
+        launch(too_large, 2)
+    assert isinstance(caught.value.__cause__, ValueError)
