@@ -6,6 +6,7 @@
 So a port that is taken is told before a rank starts, and whatever ends this process ends the ranks.
 """
 
+import contextlib
 import select
 import shutil
 import socket
@@ -32,6 +33,8 @@ class Handover:
         return self
 
     def __exit__(self, *_) -> None:
+        with contextlib.suppress(OSError):  # nobody waits for a rank any more
+            self._door.shutdown(socket.SHUT_RDWR)
         self._door.close()
         if self._peer is not None:
             self._peer.close()
@@ -41,7 +44,8 @@ class Handover:
         """May be called by a signal's handler."""
         self._stopped = True
         if self._peer is not None:
-            self._peer.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # rank 0 has gone already
+                self._peer.shutdown(socket.SHUT_RDWR)
 
     def _give(self) -> None:
         try:
@@ -63,6 +67,7 @@ class TakenOver:
         self._peer.connect(path)
         _, [descriptor], _, _ = socket.recv_fds(self._peer, 16, 1)
         self.listening = socket.socket(fileno=descriptor)
+        shutil.rmtree(Path(path).parent, ignore_errors=True)  # so that nothing is left, whatever ends the other process
 
     def is_over(self) -> bool:
         """Whether the process that gave it says so, or has gone."""
