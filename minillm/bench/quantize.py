@@ -1,6 +1,7 @@
 """Decoding one sequence with weights in 8 and 4 bits, against float32, bfloat16, torchao's layers and llama.cpp.
 
-    target              the committed model: 23 MB in float32, so much of a step is not reading weights
+    target              the committed model: 23 MB in float32, so much of a step is not reading weights. Where there is
+                        a C++ compiler, once more with compiled passes, of ours and of the peers that are torch's
     Llama of 1024       hidden size 1024, 8 layers, random: 0.43 GB in float32, which few caches hold
     Llama of 1792       319 million parameters, 1.3 GB in float32
 
@@ -22,6 +23,7 @@ import torch
 from minillm.bench.harness import BenchRow, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.bench.quantize_peers import LlamaCpp, by_torchao, has_llama_cpp, write_gguf
 from minillm.model import ModelConfig, Transformer, load_hf
+from minillm.model.compiler import check_compiler
 from minillm.model.generate import folder_of, generate
 from minillm.quantize import Format, Int, Settings, kernels, nbytes, quantize, quantized_layers
 
@@ -41,23 +43,35 @@ def run(repeats: int = 7, sizes: Sequence[int] = (TARGET, 1024, 1792)) -> list[B
 
 def of_model(size: int, repeats: int) -> list[BenchRow]:
     name, original = model_of(size)
+    ways = {"decode": False} | ({"decode, compiled": True} if size == TARGET and has_compiler() else {})
     rows = []
     for what, format in FORMATS.items():
         ours = copy.deepcopy(original)
         kernel = next(iter(quantize(ours, Settings(format)).kernels))
-        rows += [
-            compare(f"decode, {name}, {what} by {kernel}{fewer}", ours, peer, decode, repeats)
-            for peer, fewer, decode in peers_of(original, ours, what)
-        ]
+        for way, compiled in ways.items():
+            rows += [
+                compare(f"{way}, {name}, {what} by {kernel}{fewer}", ours, peer, decode, repeats, compiled)
+                for peer, fewer, decode in peers_of(original, ours, what, compiled)
+            ]
     return rows
 
 
-def peers_of(original: Transformer, ours: Transformer, what: str) -> Iterator[tuple[str, str, Callable[[], list[int]]]]:
+def has_compiler() -> bool:
+    try:
+        check_compiler(torch.device("cpu"))
+    except ValueError:
+        return False
+    return True
+
+
+def peers_of(
+    original: Transformer, ours: Transformer, what: str, compiled: bool
+) -> Iterator[tuple[str, str, Callable[[], list[int]]]]:
     """(name, how many times fewer bytes ours has, what decodes), one after the other: few are in memory at once."""
 
     def row(peer: str, model: Transformer, bytes_known: bool = True) -> tuple[str, str, Callable[[], list[int]]]:
         fewer = f" ({nbytes(model) / nbytes(ours):.1f} times fewer bytes)" if bytes_known else ""
-        return peer, fewer, lambda: list(generate(model, PROMPT, NEW))
+        return peer, fewer, lambda: list(generate(model, PROMPT, NEW, compiled=compiled))
 
     yield row("float32", original)
     yield row("bfloat16", copy.deepcopy(original).bfloat16())
@@ -79,8 +93,11 @@ def llama_cpp_of(model: Transformer, kind: str) -> Iterator[LlamaCpp]:
             theirs.close()
 
 
-def compare(title: str, ours: Transformer, peer: str, theirs: Callable[[], list[int]], repeats: int) -> BenchRow:
-    samples = [seconds_per_call(call) for call in (lambda: list(generate(ours, PROMPT, NEW)), theirs)]
+def compare(
+    title: str, ours: Transformer, peer: str, theirs: Callable[[], list[int]], repeats: int, compiled: bool
+) -> BenchRow:
+    calls = (lambda: list(generate(ours, PROMPT, NEW, compiled=compiled)), theirs)
+    samples = [seconds_per_call(call) for call in calls]
     times = side_by_side(lambda: agrees(ours), *samples, repeats=repeats)
     return bench_row(title, peer, times, "ms/token", scale=1e3 / NEW)
 

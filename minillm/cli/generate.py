@@ -80,7 +80,9 @@ def command(
     token_budget: Annotated[
         int | None, MODEL(help="With --batch: tokens of a pass.", min=1, show_default="8192 on a GPU, else 512")
     ] = None,
-    compile: Annotated[bool, MODEL("--compile", help="Run the model's blocks through torch.compile.")] = False,
+    compile: Annotated[
+        bool, MODEL("--compile", help="Run the model through torch.compile: the first tokens take about a minute.")
+    ] = False,
     tp: Annotated[int, MODEL(help="Ranks that share every layer; the text is shown when it is complete.", min=1)] = 1,
     json_file: JsonFile = None,
 ) -> int:
@@ -109,17 +111,17 @@ def command(
     if chat and requests is not None:
         requests = [(number, chat_ids(tokenizer, each, system), params) for number, each, params in requests]
     wanted = DTYPES[dtype or ("float32" if where.type == "cpu" else "auto")]
-    options = ({"compile": True} if compile else {}) | ({} if kv is None else {"kv_dtype": kv})
-    options |= {} if speculate is None else {"proposer": speculate, "k": _guesses(k)}
+    options = {} if speculate is None else {"proposer": speculate, "k": _guesses(k)}
+    options |= {} if kv is None else {"kv_dtype": kv}
     params = SamplingParams(**defaults)
     if requests is None:
         ids, first = (chat_ids(tokenizer, prompt, system), None) if chat else healed(tokenizer, prompt)
         shown = f"{prompt}\n" if chat else tokenizer.decode(ids, skip_special=True)
     if tp > 1:
-        options |= limits | {"device": device, "dtype": wanted, "max_seq_len": max_seq_len}
+        options |= limits | {"device": device, "dtype": wanted, "max_seq_len": max_seq_len, "compile": compile}
         if requests is None:
             params = replace(params, first_tokens=first or ())
-            text = on_ranks(tp, folder, lambda llm: llm.generate([ids], params)[0].answers[0].text, **options)
+            text = on_ranks(tp, folder, partial(_whole_text, ids=ids, params=params), **options)
             if is_root():
                 typer.echo(shown + text)
             return 0
@@ -130,12 +132,13 @@ def command(
         options["proposer"] = proposer_named(speculate, network)
     if requests is None:
         plain = SamplingParams(max_new_tokens, params.temperature, seed=seed, stop_tokens=params.stop_tokens)
-        if options or params != plain:
-            llm = LLM(network, tokenizer=tokenizer, **options)
+        if options or params != plain or (compile and where.type != "cpu"):
+            llm = LLM(network, tokenizer=tokenizer, compile=compile, **options)
             stream_by_engine(llm, ids, replace(params, first_tokens=first or ()), shown)
         else:
-            stream(network, tokenizer, ids, params, first, shown)
+            stream(network, tokenizer, ids, params, first, shown, compile)
         return 0
+    options |= {"compile": True} if compile else {}
     return _reported(run_batch(network, tokenizer, batch, requests, options | limits), json_file)
 
 
@@ -151,6 +154,7 @@ def stream(
     params: SamplingParams,
     first: list[int] | None,
     shown: str,
+    compiled: bool = False,
 ) -> None:
     """Streams one text, a token at a time, from the plainest decoder."""
     push = tokenizer.stream()
@@ -158,9 +162,14 @@ def stream(
     typer.echo(shown, nl=False)
     stops = {*params.stop_tokens, *([] if tokenizer.eos is None else [tokenizer.eos_id])}
     options = {"temperature": params.temperature, "seed": params.seed, "stop": stops, "first": first}
+    options |= {"compiled": compiled}
     for token in generate(model, ids, params.max_tokens, **options):
         typer.echo(push(token), nl=False)
     typer.echo(push(final=True))
+
+
+def _whole_text(llm: LLM, ids: list[int], params: SamplingParams) -> str:
+    return "".join(delta.text for delta in llm.stream(ids, params))
 
 
 def stream_by_engine(llm: LLM, ids: list[int], params: SamplingParams, shown: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minillm.data import Tokenizer
 from minillm.model.attention.causal import sdpa
+from minillm.model.compiled_decode import FixedCache, compiled_next_logits, next_logits
 from minillm.model.config import ModelConfig, check_generates
 from minillm.model.draw import Draw, softmax_at
 from minillm.model.kernels import gpu_of
@@ -73,11 +74,13 @@ def generate(
     seed: int = 0,
     stop: int | Collection[int] | None = None,
     first: list[int] | None = None,
+    compiled: bool = False,
 ) -> Iterator[int]:
     """Yields new token ids until `stop` (one token or several), max_new_tokens or the end of the context.
 
     temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature).
-    first: the ids that the first new token is taken from. ValueError for an empty prompt or one that fills the context.
+    first: the ids that the first new token is taken from. compiled: passes of one token are one compiled function each,
+    see `compiled_decode.py`. ValueError for an empty prompt or one that fills the context, or without a compiler.
     """
     check_generates(model.config)
     room = model.config.max_seq_len - len(prompt)
@@ -88,13 +91,16 @@ def generate(
     stops = stop if isinstance(stop, Collection) else (stop,)
     weight, draw = model.embedding.weight, Draw(seed)
     length = len(prompt) + min(max_new_tokens, room)
-    cache = KVCache(model.config, length, device=weight.device, dtype=weight.dtype)
+    cache_of = FixedCache if compiled else KVCache
+    cache = cache_of(model.config, length, device=weight.device, dtype=weight.dtype)
+    of_one_token = compiled_next_logits(weight.device) if compiled else next_logits
     [tokens], start = to_device([np.array([prompt])], weight.device), 0
     while True:
         positions = torch.arange(start, start + tokens.shape[1], device=weight.device)
         cache.begin(positions, start)
         with gpu_of(weight.device):
-            logits = model(tokens, positions, attention=cache)[0, -1].float().cpu()
+            compute = of_one_token if start else next_logits
+            logits = compute(model, tokens, positions, cache).cpu()
         if first is not None:
             allowed = torch.full_like(logits, float("-inf"))
             allowed[first] = 0

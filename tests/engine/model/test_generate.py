@@ -1,13 +1,19 @@
 """The small decoder against a loop that keeps nothing, and where its checkpoints are."""
 
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from minillm.__main__ import run
 from minillm.data import Tokenizer
-from minillm.model import ModelConfig, Transformer
+from minillm.model import ModelConfig, Transformer, compiled_decode
 from minillm.model import generate as generate_module
+from minillm.model.compiled_decode import next_logits
 from minillm.model.generate import folder_of, generate, heal
+from minillm.quantize import Int, Settings, quantize
 from minillm.train.job import SETTINGS_FILE
 
 CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=32)
@@ -24,14 +30,44 @@ def naive(model, prompt, count):
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("length", [1, 7])
 def test_greedy_equals_recomputing_everything(window, length):
-    from dataclasses import replace
-
     model = Transformer(replace(CONFIG, sliding_window=window), seed=3)
     prompt = list(range(length))
     expected = naive(model, prompt, 12)
     assert list(generate(model, prompt, 12)) == expected
     assert len(set(expected)) > 1
     assert list(generate(model, prompt, 12, stop=expected[5])) == expected[: expected.index(expected[5])]
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"attention_soft_cap": 4.0}, {"qk_norm": True}])
+def test_one_compiled_pass_serves_all_positions(options, monkeypatch):
+    """Each token by the same graph, whatever its position, and the tokens of a cache that grows."""
+    torch.compiler.reset()
+    counter = CompileCounter()
+    graph = torch.compile(next_logits, dynamic=False, fullgraph=True, backend=counter)
+    monkeypatch.setattr(compiled_decode, "_compiled", lambda: graph)
+    model = Transformer(replace(CONFIG, **options), seed=3)
+    if not options:
+        quantize(model, Settings(Int()))
+    expected = list(generate(model, [1, 2, 3], 20))
+    for _ in range(2):
+        assert list(generate(model, [1, 2, 3], 20, compiled=True)) == expected
+    assert counter.frame_count == 1 and len(set(expected)) > 1
+    longer = Transformer(replace(CONFIG, max_seq_len=100, **options), seed=3)
+    list(generate(longer, [1] * 60, 20, compiled=True))
+    assert counter.frame_count == 2, "another length of the cache"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="inductor needs a C++ compiler")
+def test_what_the_compiler_makes_gives_the_same_tokens():
+    model = Transformer(CONFIG, seed=3)
+    assert list(generate(model, [1, 2], 20, compiled=True)) == list(generate(model, [1, 2], 20))
+
+
+def test_without_a_compiler_it_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match=r"install g\+\+"):
+        next(generate(Transformer(CONFIG), [1], 5, compiled=True))
 
 
 def test_ends_with_the_context():
