@@ -130,18 +130,19 @@ def serve(
     log_level: str = "info",
     drain_s: float = DRAIN_S,
     is_over: Callable[[], bool] = lambda: False,
-    until_stdin_closes: bool = False,
 ) -> None:
     """Serves until a signal or `is_over` ends it. A connection that sends nothing is closed: before its first request
-    after `FIRST_REQUEST_S`, between requests after five seconds. until_stdin_closes: also until the parent ends that
-    holds the other end of standard input, as if it had sent SIGTERM."""
-    if until_stdin_closes:
-        threading.Thread(target=_end_with_stdin, name="minillm stdin", daemon=True).start()
+    after `FIRST_REQUEST_S`, between requests after five seconds."""
     DrainingServer(uvicorn_config(app, log_level, drain_s), is_over).run(sockets=[listening])
 
 
-def _end_with_stdin() -> None:
-    with contextlib.suppress(OSError):  # there is none
-        while os.read(0, 4096):
-            pass
-    os.kill(os.getpid(), signal.SIGTERM)
+def end_with_stdin() -> None:
+    """From here on this process gets a SIGTERM when standard input closes, as it does when its parent ends."""
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):  # there is none
+            while os.read(0, 4096):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="minillm stdin", daemon=True).start()

@@ -1,6 +1,7 @@
 """What `generate --batch` says of the answers: as text, in JSON, and in one line for all."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,17 @@ def show(number: int, output: Output, tokenizer: Tokenizer) -> None:
         name = f"{number}" if len(output.answers) == 1 else f"{number}, answer {index + 1}"
         why = f"failed: {output.error}" if output.error else f"{len(answer.tokens)} tokens, {answer.reason}"
         typer.echo(f"--- line {name} ({why})\n{tokenizer.decode(output.prompt, skip_special=True)}{answer.text}")
+
+
+def show_all(outputs: Iterable[tuple[int, Output]], tokenizer: Tokenizer) -> list[tuple[int, Output]]:
+    """Shows each answer as it comes, then what they took together."""
+    shown = []
+    for number, output in outputs:
+        shown.append((number, output))
+        show(number, output, tokenizer)
+    if any(output.error is None for _, output in shown):
+        typer.echo(took_line(summary([output for _, output in shown])), err=True)
+    return shown
 
 
 def as_json(outputs: list[tuple[int, Output]]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ EXAMPLES = {
     "serve": (
         "serve",
         "serve --model my-model --port 0 --speculate none",
+        "serve --model my-model --speculate none --tp 2",
         "serve --host 0.0.0.0 --api-keys keys.txt",
     ),
     "route": (

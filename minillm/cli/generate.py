@@ -7,11 +7,7 @@ that ends in a space is mended by `heal`. With --chat a prompt is the user's mes
 template makes the text.
 """
 
-import difflib
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,10 +17,12 @@ import typer
 from typer import Argument, Option
 
 from minillm.adapters.store import AdapterStore
-from minillm.cli.answers import as_json, show, took_line
+from minillm.cli.answers import as_json, show_all
 from minillm.cli.given import is_given
+from minillm.cli.prompts_file import Request, answered, naming, read_requests
+from minillm.cli.ranks import check_ranks, on_ranks
+from minillm.comm import is_root
 from minillm.data import Tokenizer
-from minillm.files import opened
 from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.model import Transformer, load_hf
 from minillm.model.generate import device_of, folder_of, generate, heal
@@ -34,15 +32,12 @@ from minillm.serve.engine import LLM
 from minillm.serve.requests.output import Output
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.prompts import prompt_ids
-from minillm.serve.requests.summary import summary
 from minillm.serve.run.memory import default_num_blocks, gpu_limits, rows_of_each
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
 TEMPERATURE = 0.8  # of a checkpoint that says nothing
 BLOCK_SIZE = 16
-LARGEST_BATCH = 256 << 20  # bytes of a file of prompts
-FIELDS = ("prompt", *(field.name for field in fields(SamplingParams)))
 TEXT, SAMPLING, MODEL = (partial(Option, rich_help_panel=panel) for panel in ("Prompts", "Sampling", "Model"))
 
 
@@ -92,6 +87,7 @@ def command(
     compile: Annotated[
         bool, MODEL("--compile", help="Run the model through torch.compile: the first tokens take about a minute.")
     ] = False,
+    tp: Annotated[int, MODEL(help="Ranks that share every layer; the text is shown when it is complete.", min=1)] = 1,
     json_file: JsonFile = None,
 ) -> int:
     """Write on from a prompt, streaming, or from all prompts of a file together."""
@@ -114,19 +110,35 @@ def command(
     defaults = {"temperature": TEMPERATURE} | sampling_of(folder) | {"max_tokens": max_new_tokens, "seed": seed}
     defaults |= {} if temperature is None else {"temperature": temperature}
     requests = None if batch is None else list(read_requests(batch, defaults))
+    check_ranks(tp, device)
+    if tp > 1 and adapter is not None:
+        raise ValueError(f"--adapter {adapter} with --tp {tp}: a store of adapters knows whole layers, leave one out")
     where, tokenizer = device_of(device), Tokenizer.load(folder)
     if chat and requests is not None:
         requests = [(number, chat_ids(tokenizer, each, system), params) for number, each, params in requests]
     wanted = DTYPES[dtype or ("float32" if where.type == "cpu" else "auto")]
-    network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
-    options = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k)}
+    options = {} if speculate is None else {"proposer": speculate, "k": _guesses(k)}
     options |= {} if kv is None else {"kv_dtype": kv}
-    if adapter is not None:
-        options["adapters"] = AdapterStore.beside(folder, network, {str(adapter): adapter})
     params = SamplingParams(**defaults)
     if requests is None:
         ids, first = (chat_ids(tokenizer, prompt, system), None) if chat else healed(tokenizer, prompt)
         shown = f"{prompt}\n" if chat else tokenizer.decode(ids, skip_special=True)
+    if tp > 1:
+        options |= limits | {"device": device, "dtype": wanted, "max_seq_len": max_seq_len, "compile": compile}
+        if requests is None:
+            params = replace(params, first_tokens=first or ())
+            text = on_ranks(tp, folder, partial(_whole_text, ids=ids, params=params), **options)
+            if is_root():
+                typer.echo(shown + text)
+            return 0
+        outputs = on_ranks(tp, folder, lambda llm: list(answered(llm, batch, requests)), **options)
+        return _reported(show_all(outputs, tokenizer), json_file) if is_root() else 0
+    network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
+    if speculate is not None:
+        options["proposer"] = proposer_named(speculate, network)
+    if adapter is not None:
+        options["adapters"] = AdapterStore.beside(folder, network, {str(adapter): adapter})
+    if requests is None:
         plain = SamplingParams(max_new_tokens, params.temperature, seed=seed, stop_tokens=params.stop_tokens)
         if options or params != plain or (compile and where.type != "cpu"):
             llm = LLM(network, tokenizer=tokenizer, compile=compile, **options)
@@ -134,7 +146,10 @@ def command(
         else:
             stream(network, tokenizer, ids, params, first, shown, compile)
         return 0
-    outputs = run_batch(network, tokenizer, batch, requests, options | limits | {"compile": compile})
+    return _reported(run_batch(network, tokenizer, batch, requests, options | limits | {"compile": compile}), json_file)
+
+
+def _reported(outputs: list[tuple[int, Output]], json_file: Path | None) -> int:
     write_json(json_file, {"provenance": provenance(), **as_json(outputs)})
     return 0 if all(output.error is None for _, output in outputs) else 1
 
@@ -158,6 +173,10 @@ def stream(
     for token in generate(model, ids, params.max_tokens, **options):
         typer.echo(push(token), nl=False)
     typer.echo(push(final=True))
+
+
+def _whole_text(llm: LLM, ids: list[int], params: SamplingParams) -> str:
+    return "".join(delta.text for delta in llm.stream(ids, params))
 
 
 def stream_by_engine(llm: LLM, ids: list[int], params: SamplingParams, shown: str) -> None:
@@ -229,33 +248,6 @@ def _guesses(k: str) -> int | str:
         raise ValueError(f"--k {k} must be a whole number or 'adaptive'") from None
 
 
-Request = tuple[int, str | list[int], SamplingParams]  # the line's number in the file, its prompt, what it wants
-
-
-def read_requests(file: Path, defaults: dict[str, Any]) -> Iterator[Request]:
-    """One request per line. ValueError names the first bad line and says what is wrong with it."""
-    try:
-        with opened(file, "rb") as source:
-            text = source.read(LARGEST_BATCH + 1)
-        if len(text) > LARGEST_BATCH:  # a device such as /dev/zero has no end
-            raise ValueError(f"--batch {file} is larger than {LARGEST_BATCH >> 20} MiB: cut it into several files")
-        lines = text.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise ValueError(f"--batch {file} cannot be read ({error.strerror}): name a file of prompts") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--batch {file} is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
-    if lines == [""]:
-        raise ValueError(f"--batch {file} is empty: write one prompt per line")
-    as_objects = file.suffix in (".json", ".jsonl", ".ndjson") or _object(lines[0]).keys() >= {"prompt"}
-    for number, line in enumerate(lines, start=1):
-        with _naming(file, number):
-            if not line.strip():
-                raise ValueError("it is empty: write a prompt or delete the line")
-            wanted = _fields(line) if as_objects else {"prompt": line}
-            prompt, params = wanted.pop("prompt"), SamplingParams(**{**defaults, **wanted})
-        yield number, prompt, params
-
-
 def run_batch(
     model: Transformer, tokenizer: Tokenizer, file: Path, requests: list[Request], options: dict[str, Any]
 ) -> list[tuple[int, Output]]:
@@ -265,22 +257,11 @@ def run_batch(
     """
     tokens: dict[int, list[int]] = {}
     for number, prompt, params in requests:
-        with _naming(file, number):
+        with naming(file, number):
             tokens[number] = prompt_ids(prompt, params, tokenizer, model.config)
     llm = engine(model, tokenizer, [(len(tokens[number]), params) for number, _, params in requests], **options)
-    for number, _, params in requests:
-        with _naming(file, number):
-            llm.add(tokens[number], params, request_id=str(number), adapter=llm.adapters and llm.adapters.names[0])
-    ended: dict[str, Output] = {}
-    outputs: list[tuple[int, Output]] = []
-    while len(outputs) < len(requests):
-        ended |= {output.request_id: output for output in llm.step()}
-        while len(outputs) < len(requests) and (output := ended.get(str(requests[len(outputs)][0]))):
-            outputs.append((requests[len(outputs)][0], output))
-            show(*outputs[-1], tokenizer)
-    if any(output.error is None for _, output in outputs):
-        typer.echo(took_line(summary([output for _, output in outputs])), err=True)
-    return outputs
+    asked = [(number, tokens[number], params) for number, _, params in requests]
+    return show_all(answered(llm, file, asked), tokenizer)
 
 
 def engine(model: Transformer, tokenizer: Tokenizer, requests: list[tuple[int, SamplingParams]], **options) -> LLM:
@@ -296,35 +277,3 @@ def engine(model: Transformer, tokenizer: Tokenizer, requests: list[tuple[int, S
     fits = default_num_blocks(model, BLOCK_SIZE, **sizes, **limits)
     options |= {"num_blocks": min(needed, fits), **limits}
     return LLM(model, tokenizer=tokenizer, block_size=BLOCK_SIZE, **options)
-
-
-def _fields(line: str) -> dict[str, Any]:
-    wanted = _object(line)
-    if not wanted:
-        raise ValueError('it is not a JSON object: write {"prompt": "..."}')
-    for name in wanted:
-        if name not in FIELDS:
-            close = difflib.get_close_matches(name, FIELDS, n=1)
-            hint = f"did you mean '{close[0]}'?" if close else f"known are {', '.join(FIELDS)}."
-            raise ValueError(f"unknown field '{name}'; {hint}")
-    if not isinstance(wanted.get("prompt"), str | list):
-        raise ValueError('it has no "prompt" that is a text or a list of token ids')
-    return wanted
-
-
-def _object(line: str) -> dict[str, Any]:
-    """The JSON object of a line; empty if it is none."""
-    try:
-        found = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-@contextmanager
-def _naming(file: Path, number: int) -> Iterator[None]:
-    """Names the file and the line in a ValueError raised within."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{file} line {number}: {error}") from None

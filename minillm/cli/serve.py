@@ -8,21 +8,27 @@ requests first.
 """
 
 import time
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from typer import Option
 
 from minillm.adapters.store import BUDGET_BYTES, MAX_ADAPTERS, AdapterStore
+from minillm.cli.ranks import check_ranks, serve_on_ranks
+from minillm.comm import is_root
 from minillm.model.generate import device_of, folder_of
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
 from minillm.serve.schedule.fair import FairScheduler, Share
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL, LIMIT, SAFETY = (partial(Option, rich_help_panel=panel) for panel in ("Model", "Limits", "Safety"))
@@ -78,13 +84,14 @@ def command(
     until_stdin_closes: Annotated[
         bool, SAFETY(help="Shut down when standard input closes, as it does when a parent process dies.")
     ] = False,
+    tp: Annotated[int, MODEL(help="Ranks that share every layer; the first of them answers.", min=1)] = 1,
 ) -> int:
     """Serve a model over HTTP to any OpenAI client."""
     check_installed("serve")
     from minillm.api.app import create_app
     from minillm.api.entry import is_loopback
     from minillm.api.limits import Keys, Limits, shares_of
-    from minillm.api.run import bind, serve, url_of
+    from minillm.api.run import bind, end_with_stdin, serve, url_of
     from minillm.measure.start import Start
 
     start = Start()
@@ -102,28 +109,39 @@ def command(
     if order == "arrival" and any(share != Share() for share in shares_of(keys).values()):
         raise ValueError("--order arrival knows no tenants: leave weight= and running= out of --api-keys, or use fair")
     limits = Limits(max_body, max_prompt, max_n, max_open, max_open_per_tenant, timeout)
-    listening = bind(host, port)
-    try:
-        engine = {"max_num_seqs": max_num_seqs, "token_budget": token_budget, "kv_dtype": kv}
-        options = {key: value for key, value in engine.items() if value is not None}
-        if order == "fair":
-            options["scheduler"] = partial(FairScheduler, shares=shares_of(keys), clock=time.perf_counter)
-        where = {
-            "device": None if device is None else device_of(device),
-            "dtype": None if dtype is None else DTYPES[dtype],
-            "max_seq_len": max_seq_len,
-        }
-        if folders:
-            options["adapters"] = {"budget_bytes": adapter_mb << 20, "max_adapters": max_adapters, "folders": folders}
+    check_ranks(tp, device)
+    if tp > 1 and folders:
+        raise ValueError(f"--adapter with --tp {tp}: a store of adapters knows whole layers, leave one of them out")
+    engine = {"max_num_seqs": max_num_seqs, "token_budget": token_budget, "kv_dtype": kv}
+    options = {key: value for key, value in engine.items() if value is not None}
+    if order == "fair":
+        options["scheduler"] = partial(FairScheduler, shares=shares_of(keys), clock=time.perf_counter)
+    if folders:
+        options["adapters"] = {"budget_bytes": adapter_mb << 20, "max_adapters": max_adapters, "folders": folders}
+    where = {"dtype": None if dtype is None else DTYPES[dtype], "max_seq_len": max_seq_len}
+    known = name or (Path(model).name if Path(model).is_dir() else model)
+    listening = bind(host, port) if is_root() else None  # torchrun's other ranks have no port
+    with listening or nullcontext():
+        address = url_of(host, listening) if listening else ""
+        if until_stdin_closes:
+            end_with_stdin()
+
+        def announce() -> None:
+            typer.echo(f"{known}: {address}/v1 for OpenAI's clients, {address}/ to try it in a browser", err=True)
+
+        if tp > 1:
+            options |= {} if drafter == "none" else {"proposer": drafter, "k": k}
+
+            def app_of(llm: LLM) -> "FastAPI":
+                return create_app({known: llm}, limits, keys)
+
+            serve_on_ranks(tp, folder_of(model), listening, app_of, announce, device=device, **where, **options)
+            return 0
+        where["device"] = None if device is None else device_of(device)
         llm = _engine(model, drafter, k, where, options)
         start.end("load")
-        known = name or (Path(model).name if Path(model).is_dir() else model)
-        address = url_of(host, listening)
-        typer.echo(f"{known}: {address}/v1 for OpenAI's clients, {address}/ to try it in a browser", err=True)
-        app = create_app({known: llm}, limits, keys, start)
-        serve(app, listening, until_stdin_closes=until_stdin_closes)
-    finally:
-        listening.close()
+        announce()
+        serve(create_app({known: llm}, limits, keys, start), listening)
     return 0
 
 

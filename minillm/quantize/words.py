@@ -16,6 +16,6 @@ def to_words(codes: Tensor, bits: int) -> Tensor:
 
 def from_words(words: Tensor, bits: int, size: int) -> Tensor:
     """[rows, words] int32 -> [rows, size] codes, int8."""
-    codes = words.contiguous().view(torch.uint8)
+    codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # also of one word a row
     codes = unpack_halves(codes) if bits == 4 else codes
     return (codes[:, :size].to(torch.int16) - (1 << (bits - 1))).to(torch.int8)

@@ -24,17 +24,19 @@ A mechanism alone:
 - sampler: `sample/reference.py` (one sequence), `sample/batch.py` (all of a step on the device), `sample/selection.py`
   (top-p without sorting a vocabulary)
 Beside the path: `requests/output.py` (what a user gets of a request), `checks.py` (options that are refused),
-`sample/isolate.py` (a row whose sampling raises), `run/decode_graphs.py` (steps of single tokens as CUDA graphs),
-`run/async_scheduling.py` (the next step is prepared while the device computes), `run/optimise.py` (fewer kernels),
-`run/build.py`, `run/memory.py` and `run/warm_up.py`
+`sample/isolate.py` (a row whose sampling raises), `sample/allowed.py` (ids that a first token may be),
+`run/decode_graphs.py` (steps of single tokens as CUDA graphs), `run/async_scheduling.py` (the next step is prepared
+while the device computes), `run/optimise.py` (fewer kernels), `run/build.py`, `run/memory.py` and `run/warm_up.py`
 (how many blocks fit, what is compiled beforehand), `run/adapters.py` (a request's own adapter, of many beside one
 model), `requests/prompts.py` (a prompt's tokens), `run/penalties.py` and `sample/seen.py` (which tokens a penalty is
-for), `load.py` (a folder as an engine), `async_engine.py` (`async for` over answers), `speculate/` (draft tokens).
+for), `load.py` (a folder as an engine), `async_engine.py` (`async for` over answers), `speculate/` (draft tokens),
+`ranks/` (one engine over several ranks).
 `minillm/bench/load.py` sends the same requests through any engine.
 """
 
 from minillm.serve.async_engine import AsyncLLM
 from minillm.serve.engine import LLM
+from minillm.serve.ranks.engine import over_ranks
 from minillm.serve.requests.output import Answer, Delta, Output, Timing
 from minillm.serve.requests.params import SamplingParams, Token
 from minillm.serve.requests.summary import summary
@@ -63,5 +65,6 @@ __all__ = [
     "Timing",
     "TinyLLM",
     "Token",
+    "over_ranks",
     "summary",
 ]

@@ -109,7 +109,8 @@ class AsyncLLM:
                 while self._arrived:
                     live.append(self._arrived.popleft())
                 if not live:
-                    self._wake.wait()
+                    if not self._wake.wait(self.llm.runner.beat_s):
+                        self.llm.advance()  # nothing to compute, and ranks that follow hear so
                     self._wake.clear()
                     continue
                 if self._closed:

@@ -6,6 +6,7 @@ from inspect import Parameter, signature
 
 from minillm.model.config import check_generates
 from minillm.serve.numbers import check_whole
+from minillm.serve.ranks.part import group_of
 from minillm.serve.schedule.policies import POLICIES
 
 
@@ -50,15 +51,16 @@ def check_engine(
 
 def _check_complete(model) -> None:
     """ValueError for one rank's part of a model: its keys would not fit the cache and its logits lack words."""
-    config = model.config
+    config, group = model.config, group_of(model)
     projection = model.blocks[0].attention.k_proj
     found = getattr(projection, "out_features", None) or len(projection.weight)
     wanted = config.num_kv_heads * config.head_dim
-    if found != wanted or len(model.embedding.weight) != config.vocab_size or model.positions_of is not None:
+    words = config.vocab_size if group is None else -(-config.vocab_size // group.world_size)
+    if found != wanted or len(model.embedding.weight) != words or model.positions_of is not None:
         raise ValueError(
             f"this model is one rank's part of a split one ({found // config.head_dim} of {config.num_kv_heads} key "
-            f"and value heads, {len(model.embedding.weight)} of {config.vocab_size} embedding rows): an LLM runs a "
-            "whole model on one device, so load it with load_hf and do not split it."
+            f"and value heads, {len(model.embedding.weight)} of {config.vocab_size} embedding rows): load a whole one "
+            "with load_hf, or let minillm.serve.over_ranks split it for an engine over several ranks."
         )
 
 

@@ -27,12 +27,15 @@ def engine_options(
     """
     folder = folder_of(str(folder), option="folder")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if dtype is None and device.type == "cpu":
-        dtype = torch.float32
-    model = load_hf(folder, device=device, dtype=dtype, max_seq_len=max_seq_len)
+    model = load_hf(folder, device=device, dtype=dtype_of(dtype, device), max_seq_len=max_seq_len)
     found = {"model": model, "tokenizer": Tokenizer.load(folder), "generation": read_generation_config(folder)}
     if isinstance(adapters := options.get("adapters"), Mapping):
         from minillm.adapters.store import AdapterStore, fingerprint_of
 
         options["adapters"] = AdapterStore(model, adapters, fingerprint=fingerprint_of(folder))
     return found | options
+
+
+def dtype_of(dtype: torch.dtype | None, device: torch.device | str) -> torch.dtype | None:
+    """None = the checkpoint's on a GPU, float32 on the CPU."""
+    return torch.float32 if dtype is None and torch.device(device).type == "cpu" else dtype

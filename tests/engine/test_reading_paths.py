@@ -39,6 +39,8 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
         "run/core run/step run/step_inputs run/model_runner sample/next_tokens sample/reference",
         2000,
     ),
+    "an engine over ranks": ("serve/ranks", "engine message runner part", 400),
+    "a rank's part of a folder": ("parallel/tensor_parallel", "plan load quantized", 400),
     "prefix cache": ("serve", "schedule/blocks schedule/sequence", 350),
     "quantized weights": ("quantize", "formats linear kernels in_place", 745),
     "rounding with calibration": ("quantize", "calibrate rescale gptq in_place", 480),

@@ -8,5 +8,6 @@ Read in this order:
     plan.py         which part of every parameter a rank holds: rules that give placements
     parallelize.py  `tensor_parallel`: cuts a Transformer in place
 
-Beside it: experts.py (a layer of experts, whose router stays whole).
+Beside it: experts.py (a layer of experts, whose router stays whole); for inference, load.py (a folder of which each
+rank reads its part) and quantized.py (codes are cut as their weights are).
 """

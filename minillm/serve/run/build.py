@@ -1,6 +1,7 @@
 """An engine's parts: how many blocks, the memory for them, what is compiled and recorded beforehand."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,8 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.kernels import gpu_of
 from minillm.model.paged import Backend, PagedCache
 from minillm.model.paged.quantized import RowFormat
+from minillm.serve.ranks.part import agreed, group_of
+from minillm.serve.ranks.runner import RankRunner
 from minillm.serve.run.adapters import store_of
 from minillm.serve.run.decode_graphs import wants_graphs
 from minillm.serve.run.memory import blocks_of_full_length, pool_sizes, rows_of_each
@@ -57,7 +60,8 @@ def build_pool(
     options["rows_of_each"] = rows_of_each(drafts)
     options["reserved_bytes"] = getattr(backend, "workspace_bytes", 0)
     options["reserved_bytes"] += 0 if adapters is None else adapters.budget_bytes - adapters.nbytes
-    total, on_host = pool_sizes(model, block_size, num_blocks, num_host_blocks, **options)
+    sizes = pool_sizes(model, block_size, num_blocks, num_host_blocks, **options)
+    total, on_host = (agreed(model, size) for size in sizes)  # rank 0's pool stands for those of all ranks
     window = model.config.window_of_all_layers
     return BlockPool(total, block_size, num_host_blocks=on_host, prefix_cache=prefix_cache, window=window)
 
@@ -95,7 +99,8 @@ def build_runner(
     where = {"num_host_blocks": pool.num_host_blocks, "device": weight.device, "dtype": weight.dtype}
     cache = PagedCache(model.config, pool.total, pool.block_size, format=kv_format, **where)
     widest = blocks_of_full_length(model.config, pool.block_size)
-    runner = Runner(
+    group = group_of(model)
+    runner = (Runner if group is None else partial(RankRunner, group=group))(
         model,
         cache,
         backend,

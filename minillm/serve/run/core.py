@@ -38,6 +38,7 @@ class EngineCore:
     def plan(self) -> Step | None:
         """The next step, after what arrived or was cancelled since the last one; None = there is nothing to compute."""
         started = self.clock()
+        self.runner.ready()
         self.requests.tidy(started)
         plan = self.scheduler.schedule()
         if self.requests.adapters is not None:

@@ -16,6 +16,7 @@ from minillm.model.kernels import gpu_of
 from minillm.model.paged.quantized import RowFormat
 from minillm.predict.model import kv_bytes_per_token
 from minillm.serve.numbers import check_whole
+from minillm.serve.ranks.part import agreed, ranks_here
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.run.step_inputs import sampling_inputs
 from minillm.serve.sample.batch import sample_on_device
@@ -37,7 +38,7 @@ def gpu_limits(model: Transformer, given: dict[str, object]) -> dict[str, int]:
         check_whole(name, limit, 1)
     if "token_budget" not in given:
         limits["token_budget"] = max(limits.values())
-        free, _ = torch.cuda.mem_get_info(device)
+        free = agreed(model, torch.cuda.mem_get_info(device)[0])
         least = max(LEAST_BUDGET, limits["max_num_seqs"])
         while limits["token_budget"] > least and _pass_bytes(model, **limits) > PASS_SHARE * free:
             limits["token_budget"] = max(least, limits["token_budget"] // 2)
@@ -70,7 +71,7 @@ def pool_sizes(
         num_blocks = default_num_blocks(model, block_size, utilization, kv_format=kv_format, **limits, **more)
     if num_host_blocks is None:
         swaps = scheduling.get("preemption") == "swap"
-        room = CPU_SHARE * ram.available
+        room = CPU_SHARE * ram.available / ranks_here(model)
         room = min(room, MOST_PINNED_BYTES) if weight.is_cuda else room
         num_host_blocks = min(num_blocks, int(room // size)) if swaps else 0
     device = torch.cuda.mem_get_info(weight.device)[1] if weight.is_cuda else ram.total
@@ -105,7 +106,7 @@ def default_num_blocks(
         free, total = torch.cuda.mem_get_info(weight.device)
         room = share * total - (total - free) - needed - reserved_bytes
     else:
-        room = share * psutil.virtual_memory().available
+        room = share * psutil.virtual_memory().available / ranks_here(model)
     fits = int(room // block_bytes(model.config, block_size, weight.dtype, kv_format))
     if fits < 1:
         raise ValueError(
@@ -160,7 +161,7 @@ def _pass_bytes(model: Transformer, *, max_num_seqs: int, token_budget: int) -> 
     try:
         with gpu_of(device):
             largest_pass(model, token_budget, min(token_budget, max_num_seqs))
-        return torch.cuda.max_memory_allocated(device) - before
+        return agreed(model, torch.cuda.max_memory_allocated(device) - before, "max")
     except torch.OutOfMemoryError:
         return torch.cuda.mem_get_info(device)[1]
     finally:

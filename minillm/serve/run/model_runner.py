@@ -19,9 +19,9 @@ from minillm.model.paged.cache import prepare_pass
 from minillm.model.paged.tables import BlockTables, slots_of_tokens, to_device
 from minillm.serve.run.decode_graphs import DecodeGraphs
 from minillm.serve.run.step_inputs import StepInputs, fill_placeholders
+from minillm.serve.sample.allowed import rule_out_all_but
 from minillm.serve.sample.batch import SampledTokens
 from minillm.serve.sample.isolate import sample_isolated
-from minillm.serve.sample.reference import RULED_OUT
 from minillm.serve.sample.seen import SeenTokens
 from minillm.serve.schedule.blocks import COPY, TO_HOST
 
@@ -45,8 +45,11 @@ class Runner:
 
     table_rows, table_width: size of the block tables. graphs: sequences of the largest step that is replayed as a CUDA
     graph (`decode_graphs.py`); 0 = none is. routed: `AdapterStore.routed`, for steps with adapters, which are not
-    replayed. moved: how many moves of the last step were carried out.
+    replayed. moved: how many moves of the last step were carried out. beat_s: seconds after which `ready` is to be
+    called again where there is nothing to compute; None = it need not be.
     """
+
+    beat_s: float | None = None
 
     def __init__(
         self,
@@ -66,6 +69,9 @@ class Runner:
         self.moved = 0
         self._sampled: Tensor | None = None
 
+    def ready(self) -> None:
+        """Called before each step, also one without tokens. RuntimeError if none can be executed any more."""
+
     @torch.inference_mode()
     def execute(self, step: StepInputs) -> StepOutputs:
         """The pass, and the sampling if it is asked for. Nobody waits for the device here."""
@@ -74,7 +80,7 @@ class Runner:
         self._move_blocks(step.moves)
         outputs = self._forward(step, before)
         if len(step.allowed_rows):
-            _rule_out_all_but(outputs.logits, step.allowed_rows, step.allowed_ids)
+            rule_out_all_but(outputs.logits, step.allowed_rows, step.allowed_ids)
         if step.sampling is not None:
             outputs.sampled, outputs.faults = sample_isolated(outputs.logits, step.sampling, before, self.seen)
             self._sampled = outputs.sampled.ids
@@ -125,11 +131,3 @@ class Runner:
             outputs.hidden = output[0]
 
         return self.model.blocks[-1].register_forward_hook(keep)
-
-
-def _rule_out_all_but(logits: Tensor, rows: np.ndarray, ids: np.ndarray) -> None:
-    """In place: in each row that is named, only its ids keep their logits."""
-    for row in np.unique(rows):
-        allowed = torch.full(logits.shape[1:], RULED_OUT)
-        allowed[ids[rows == row]] = 0
-        logits[row] += allowed.to(logits.device, non_blocking=True)

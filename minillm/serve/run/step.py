@@ -15,6 +15,7 @@ from minillm.serve.run.adapters import adapters_of
 from minillm.serve.run.model_runner import StepOutputs
 from minillm.serve.run.penalties import Penalised, SeenOnHost
 from minillm.serve.run.step_inputs import Row, SamplingInputs, StepInputs, sampling_inputs
+from minillm.serve.sample.allowed import allowed_first
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.sequence import Plan, Sequence
 
@@ -99,8 +100,9 @@ class InputBuilder:
         places, blocks = np.array(self._places, np.int64), np.array(self._blocks, np.int64)
         self._places, self._blocks = [], []
         step.forks = num_samples > len(step.ready)
-        allowed_rows, allowed_ids = _allowed(step.ready)
-        sampling = self._sampling(step) if sampled and step.ready else None
+        allowed_rows, allowed_ids = allowed_first((sample, first) for sample, _, first, _ in step.ready)
+        is_greedy = all([sample.request.params.greedy_only for sample, _, _, _ in step.ready])
+        sampling = self._sampling(step, is_greedy) if sampled and step.ready else None
         moves = self.pool.take_moves()  # last: if anything above raises, the next step carries them out
         return StepInputs(
             tokens=np.array(flat, np.int64),
@@ -115,6 +117,7 @@ class InputBuilder:
             allowed_ids=allowed_ids,
             hidden=hidden,
             sampling=sampling,
+            largest_only=is_greedy,
             adapters=adapters_of([sequence for sequence, _ in step.plan.batch]),
         )
 
@@ -144,10 +147,10 @@ class InputBuilder:
         row = self._row_of[sequence] = self._unused.pop()
         return row
 
-    def _sampling(self, step: Step) -> SamplingInputs:
+    def _sampling(self, step: Step, is_greedy: bool) -> SamplingInputs:
         """A row for each sample: one for a sequence, n for one whose prompt ends and that n samples go on from."""
         ready = step.ready
-        if not step.forks and all([sample.request.params.greedy_only for sample, _, _, _ in ready]):
+        if is_greedy and not step.forks:
             return SamplingInputs(len(ready))
         rows: list[Row] = []
         logits_rows: list[int] = []
@@ -160,15 +163,3 @@ class InputBuilder:
             rows += [(each.request.params, each.tokens, each.draw) for each in samples]
             logits_rows += [first] * len(samples)
         return sampling_inputs(rows, logits_rows if step.forks else None, self.seen.penalties(penalties))
-
-
-def _allowed(ready: list[Ready]) -> tuple[np.ndarray, np.ndarray]:
-    """(rows of the logits, token ids): the first token of an answer is one of its request's `first_tokens`."""
-    rows: list[int] = []
-    ids: list[int] = []
-    for sample, _, first, _ in ready:
-        allowed = sample.request.params.first_tokens
-        if allowed and len(sample.tokens) == len(sample.request.prompt):
-            rows += [first] * len(allowed)
-            ids += allowed
-    return np.array(rows, np.int64), np.array(ids, np.int64)

@@ -85,8 +85,9 @@ class StepInputs:
     wanted: [r], the tokens whose logits are wanted, as places in `tokens`.
     allowed_rows, allowed_ids: [a], rows of the wanted logits in which only these ids may be sampled; a row that is not
     mentioned may have any. hidden: whether the hidden states after the last block are wanted.
-    sampling: how the next tokens are sampled; None = only logits are wanted. adapters: [s], the number of the adapter
-    of each sequence, -1 = none, those of one adapter side by side; None = no sequence has one.
+    sampling: how the next tokens are sampled; None = only logits are wanted. largest_only: of each row of them nothing
+    but the largest is read, unless the row is mentioned in allowed_rows. adapters: [s], the number of the adapter of
+    each sequence, -1 = none, those of one adapter side by side; None = no sequence has one.
     """
 
     tokens: np.ndarray
@@ -101,6 +102,7 @@ class StepInputs:
     allowed_ids: np.ndarray
     hidden: bool = False
     sampling: SamplingInputs | None = None
+    largest_only: bool = False
     adapters: np.ndarray | None = None
 
     @property

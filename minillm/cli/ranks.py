@@ -1,0 +1,82 @@
+"""`--tp N` of `generate` and `serve`: the engine over N ranks, started here or by torchrun."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from minillm.comm import HangError, RankError, launch
+from minillm.serve.engine import LLM
+from minillm.serve.ranks.engine import over_ranks
+from minillm.train.run import interrupts
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+TIMEOUT_S = 600.0  # a rank may wait this long for another one; an idle rank 0 is heard every few seconds
+
+
+def check_ranks(tp: int, device: str | None) -> None:
+    """ValueError if torchrun has started another number of ranks, and for one device for all of them."""
+    if _under_torchrun() and (started := os.environ.get("WORLD_SIZE")) != str(tp):
+        raise ValueError(f"--tp {tp}: torchrun has started {started} ranks, which all take part: say --tp {started}")
+    if tp > 1 and device is not None and ":" in device:
+        raise ValueError(f"--device {device} is one device for {tp} ranks: say {device.partition(':')[0]}")
+
+
+def on_ranks(tp: int, folder: Path, use: Callable[[LLM], Any], *, device: str | None, **options: Any) -> Any:
+    """What `use(llm)` returns on rank 0. options: of `over_ranks`.
+
+    ValueError for what a rank refuses. A rank that dies, or says nothing for `TIMEOUT_S`, ends all of them and this
+    command, with one sentence.
+    """
+    try:
+        return launch(lambda group: over_ranks(group, folder, use, **options), tp, timeout=TIMEOUT_S, device=device)[0]
+    except (RankError, HangError) as error:
+        if isinstance(error.__cause__, ValueError):
+            raise
+        said = str(error).partition("\n")[0].partition(". Who waits")[0]
+        typer.echo(f"minillm: {said}", err=True)
+        raise typer.Exit(1) from None
+
+
+def serve_on_ranks(
+    tp: int,
+    folder: Path,
+    listening: socket.socket | None,
+    app_of: Callable[[LLM], "FastAPI"],
+    announce: Callable[[], None],
+    **options: Any,
+) -> None:
+    """Serves until a signal, or until a rank has ended. listening: None on torchrun's other ranks. announce: called
+    where the engine is about to be ready. options: of `on_ranks`.
+    """
+    from minillm.api.ranks import Handover, TakenOver
+    from minillm.api.run import serve
+
+    def serve_here(llm: LLM, port: socket.socket, is_over: Callable[[], bool] = lambda: False) -> None:
+        app = app_of(llm)
+        serve(app, port, is_over=lambda: is_over() or not app.state.api.healthy)
+
+    if _under_torchrun():
+        if listening is not None:
+            announce()
+        on_ranks(tp, folder, lambda llm: serve_here(llm, listening), **options)
+        return
+    with Handover(listening) as door, interrupts(then=door.stop):
+        path = door.path
+
+        def use(llm: LLM) -> None:
+            taken = TakenOver(path)
+            with taken.listening:
+                serve_here(llm, taken.listening, taken.is_over)
+
+        announce()
+        on_ranks(tp, folder, use, **options)
+
+
+def _under_torchrun() -> bool:
+    return "RANK" in os.environ

@@ -1,0 +1,19 @@
+"""One engine over the ranks of a `Group`: each holds a part of every layer, and rank 0 says what the next step is.
+
+    rank 0     scheduler ──▶ StepInputs ─┬─▶ pass, logits joined, sampling ──▶ tokens read ──▶ scheduler ...
+                                         │        ▲ all-reduces, all-gather
+    rank 1..   told once a step ◀────────┴─▶ pass, logits joined, sampling
+
+    launch(lambda group: over_ranks(group, "FOLDER", lambda llm: llm.generate(["def "])), 2)[0]
+
+Reading order:
+1. `engine.py`    `over_ranks`: every rank loads its part; rank 0 uses the engine, the others follow it
+2. `message.py`   a step as one row of numbers, and how it reaches the other ranks
+3. `runner.py`    a `Runner` whose steps are told, and whose logits are joined only where they are read whole
+4. `part.py`      a rank's part of a model as an engine takes it; what the ranks have to agree on beforehand
+The layers are those that train (`minillm/parallel/tensor_parallel`), and so is what cuts and loads them.
+
+Every rank samples, each from the same bits: a row's logits are gathered, not computed twice, and its random number is
+among the step's inputs. So no token travels, and with asynchronous scheduling the next pass finds the tokens of the one
+before it on its own device. Only rank 0 reads them, and what it then tells overrides all else.
+"""
