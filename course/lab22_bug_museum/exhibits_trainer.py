@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from course.kit.receipts import row
+from course.kit.receipts import Row, row
 from course.lab22_bug_museum import training_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Measurement, Suspect, WrongFix
 from course.lab22_bug_museum.patches import Patch, planted
 from course.lab22_bug_museum.training_runs import SMALL, Run, Scene, text
 from course.shared.table import table
+from minillm.adapters.attach import adapted_kinds
 from minillm.predict.model import causal_context, training_flops
+from minillm.predict.training.adapters import Adapters
 from minillm.train import Trainer
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.steptime import Step
@@ -120,6 +122,26 @@ def _utilisation(patches: Sequence[Patch], seed: int) -> Utilisation:
         trainer.loader.close()
     flops = [training_flops(SMALL, context).total for context in (causal_context(LONG.seq_len, None), LONG.seq_len)]
     return Utilisation(steps, peak, *flops)
+
+
+ADAPTED = Scene(ParallelConfig(), steps=1, seq_len=32, settings={"lora": 2})
+
+
+def _other_runs(patches: Sequence[Patch]) -> list[Row]:
+    """The corners of the function: adapters have a formula of their own, and without a peak there is no share of it."""
+    config, tokens, peak = ADAPTED.alone(1), text(1), 1e12
+    layers = adapted_kinds(SMALL, config.adapter)
+    right = Adapters(SMALL, config.lora, layers).training_flops(causal_context(ADAPTED.seq_len, None)).total
+    with planted(patches):
+        trainers = Trainer(config, tokens, peak_flops=peak), Trainer(LONG.alone(1), tokens)
+        adapted, without = (trainer.step() for trainer in trainers)
+    for trainer in trainers:
+        trainer.loader.close()
+    implied = adapted.mfu * adapted.time.total * peak / adapted.tokens
+    return [
+        row("FLOPs per token with adapters", right, implied, "FLOP", 1e-6),
+        row("MFU without a peak", "none", "none" if without.mfu is None else without.mfu),
+    ]
 
 
 MFU, CONTEXT = "minillm.train.trainer:Trainer._mfu", "causal_context(self.config.seq_len, model.sliding_window)"
@@ -234,6 +256,7 @@ UTILISATION = Exhibit(
         "second "
         "fall is a formula's doing."
     ),
+    proof=_other_runs,
     budget=30,
 )
 
