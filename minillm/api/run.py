@@ -130,9 +130,13 @@ def serve(
     log_level: str = "info",
     drain_s: float = DRAIN_S,
     is_over: Callable[[], bool] = lambda: False,
+    until_stdin_closes: bool = False,
 ) -> None:
     """Serves until a signal or `is_over` ends it. A connection that sends nothing is closed: before its first request
-    after `FIRST_REQUEST_S`, between requests after five seconds."""
+    after `FIRST_REQUEST_S`, between requests after five seconds. until_stdin_closes: also until the parent ends that
+    holds the other end of standard input, as if it had sent SIGTERM."""
+    if until_stdin_closes:
+        end_with_stdin()
     DrainingServer(uvicorn_config(app, log_level, drain_s), is_over).run(sockets=[listening])
 
 

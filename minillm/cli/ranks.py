@@ -49,13 +49,18 @@ def serve_on_ranks(
     listening: socket.socket | None,
     app_of: Callable[[LLM], "FastAPI"],
     announce: Callable[[], None],
+    *,
+    until_stdin_closes: bool = False,
     **options: Any,
 ) -> None:
     """Serves until a signal, or until a rank has ended. listening: None on torchrun's other ranks. announce: called
-    where the engine is about to be ready. options: of `on_ranks`.
+    where the engine is about to be ready. until_stdin_closes: see `api.run.serve`. options: of `on_ranks`.
     """
     from minillm.api.ranks import Handover, TakenOver
-    from minillm.api.run import serve
+    from minillm.api.run import end_with_stdin, serve
+
+    if until_stdin_closes:
+        end_with_stdin()
 
     def serve_here(llm: LLM, port: socket.socket, is_over: Callable[[], bool] = lambda: False) -> None:
         app = app_of(llm)

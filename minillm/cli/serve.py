@@ -91,7 +91,7 @@ def command(
     from minillm.api.app import create_app
     from minillm.api.entry import is_loopback
     from minillm.api.limits import Keys, Limits, shares_of
-    from minillm.api.run import bind, end_with_stdin, serve, url_of
+    from minillm.api.run import bind, serve, url_of
     from minillm.measure.start import Start
 
     start = Start()
@@ -123,8 +123,6 @@ def command(
     listening = bind(host, port) if is_root() else None  # torchrun's other ranks have no port
     with listening or nullcontext():
         address = url_of(host, listening) if listening else ""
-        if until_stdin_closes:
-            end_with_stdin()
 
         def announce() -> None:
             typer.echo(f"{known}: {address}/v1 for OpenAI's clients, {address}/ to try it in a browser", err=True)
@@ -135,13 +133,14 @@ def command(
             def app_of(llm: LLM) -> "FastAPI":
                 return create_app({known: llm}, limits, keys)
 
-            serve_on_ranks(tp, folder_of(model), listening, app_of, announce, device=device, **where, **options)
+            ends = {"until_stdin_closes": until_stdin_closes, "device": device}
+            serve_on_ranks(tp, folder_of(model), listening, app_of, announce, **ends, **where, **options)
             return 0
         where["device"] = None if device is None else device_of(device)
         llm = _engine(model, drafter, k, where, options)
         start.end("load")
         announce()
-        serve(create_app({known: llm}, limits, keys, start), listening)
+        serve(create_app({known: llm}, limits, keys, start), listening, until_stdin_closes=until_stdin_closes)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Where the time of a process's start went: a replica that is being started serves nobody.
 
-    process ──▶ imports ──▶ load ──▶ warm-up ──▶ ready
-    the interpreter    packages    weights    first pass
+process ──▶ imports ──▶ load ──▶ warm-up ──▶ ready
+the interpreter    packages    weights    first pass
 """
 
 import os
