@@ -16,21 +16,28 @@ from course.lab22_bug_museum import receipts
 from course.lab22_bug_museum.game import Case, visit
 from course.lab22_bug_museum.plant import plant as plant_run
 
+FOLDER = Path("broken_run")
 WIDTH = 110  # of a line that is still easy to read
 COMMANDS = "order NAME..., accuse LETTER..., code, fix FILE, debrief, card, q"
 
 
 def command(
     exhibit: Annotated[str | None, Argument(help="The exhibit to play.", show_default="list them all")] = None,
-    seed: Annotated[int | None, Option(help="Of the run that is measured.", show_default="drawn")] = None,
+    seed: Annotated[int | None, Option(help="Of the run that is measured.", show_default="drawn", min=0)] = None,
     fix: Annotated[Path | None, Option(help="Judge the functions of this Python file as a repair, and end.")] = None,
-    plant: Annotated[int | None, Option(help="Write a broken run to find: number N draws which.")] = None,
-    out: Annotated[Path, Option(help="The folder that --plant makes; the teacher's sheet lies beside it.")] = Path(
-        "broken_run"
-    ),
+    plant: Annotated[int | None, Option(help="Write a broken run to find: number N draws which.", min=0)] = None,
+    out: Annotated[
+        Path | None,
+        Option(help="The folder that --plant makes; the teacher's sheet lies beside it.", show_default=str(FOLDER)),
+    ] = None,
 ) -> int:
     """Real bugs planted in minillm: symptoms, measurements that cost minutes, a culprit to name and code to repair."""
+    if out is not None and plant is None:
+        raise ValueError(f"--out {out} is for a run that is planted: add --plant N, or leave it out")
+    if fix is not None and (exhibit is None or plant is not None):
+        raise ValueError(f"--fix {fix} repairs an exhibit: name it, as in `museum EXHIBIT --fix {fix}`")
     if plant is not None:
+        out = out or FOLDER
         sheet = plant_run(plant, out)
         print(f"Written: {out} (README.md says what was reported), and {sheet} for the teacher")
         return 0

@@ -23,7 +23,8 @@ from typing import Any
 
 from course.lab22_bug_museum import serving_distributions
 from course.lab22_bug_museum.exhibit import Exhibit
-from course.lab22_bug_museum.exhibits_trainer import Outcome, Resumed, Utilisation
+from course.lab22_bug_museum.exhibits_runs import Outcome, Resumed
+from course.lab22_bug_museum.exhibits_trainer import Utilisation
 from course.lab22_bug_museum.patches import planted
 from course.lab22_bug_museum.serving_runs import Served
 from course.lab22_bug_museum.training_runs import Record, Run, Scene

@@ -160,7 +160,7 @@ def check_verdict(learner: Callable) -> Receipt:
 
 only_with_triton(
     exercise(
-        "which-bug",
+        "which-kernel-bug",
         minutes=20,
         difficulty=3,
         hints=(

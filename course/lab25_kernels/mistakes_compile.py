@@ -74,19 +74,19 @@ alternative(
 )
 
 wrong(
-    "which-bug",
+    "which-kernel-bug",
     "a width without a tail",
     {"torch.ones(3, 77, dtype=torch.float16)": "torch.ones(3, 64, dtype=torch.float16)"},
     says="With a width that 64 divides there is no tail to read past.",
 )
 wrong(
-    "which-bug",
+    "which-kernel-bug",
     "values only",
     {'    if trace.races:\n        return "race"\n': ""},
     says="The interpreter runs one program after the other, so a race has right values: look at the trace.",
 )
 wrong(
-    "which-bug",
+    "which-kernel-bug",
     "float16 with a short row",
     {
         "torch.ones(1, 4099, dtype=torch.float16)": "torch.ones(1, 99, dtype=torch.float16)",
@@ -95,7 +95,7 @@ wrong(
     says="A float16 sum of 99 ones is right. It takes more than 2,048.",
 )
 wrong(
-    "which-bug",
+    "which-kernel-bug",
     "the same numbers twice",
     {
         "torch.full((3, 77), 2.0, dtype=torch.float16)": "torch.ones(3, 77, dtype=torch.float16)",
@@ -103,6 +103,6 @@ wrong(
     },
     says="A stale input gives the old answer, which is right as long as the numbers are the old ones.",
 )
-right("which-bug", "the races first", {
+right("which-kernel-bug", "the races first", {
     '    if trace.outside:\n        return "missing mask"\n    if trace.races:\n        return "race"\n':
     '    if trace.races:\n        return "race"\n    if trace.outside:\n        return "missing mask"\n'})  # fmt: skip

@@ -505,7 +505,7 @@ def verdict(program):
     # END SOLUTION
 
 
-verdict = check("which-bug", verdict) if INSTALLED else left_out()
+verdict = check("which-kernel-bug", verdict) if INSTALLED else left_out()
 
 # %%
 receipts.programs(verdict)

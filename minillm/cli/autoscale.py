@@ -45,6 +45,8 @@ def command(
         raise ValueError(f"--policy {policy} is unknown: use reactive or predictive")
     if policy == "predictive" and capacity is None:
         raise ValueError("--policy predictive needs --capacity: requests per second that a replica serves (see load)")
+    if serve_options and not serve_options[0].startswith("-"):
+        raise ValueError(f"{serve_options[0]!r} is no option of serve: write those for replicas behind --")
     chosen = Reactive(target) if policy == "reactive" else Predictive(capacity, ahead_s=ahead)
     secret = {} if api_key is None else {"MINILLM_API_KEY": api_key}
     processes = Processes(serve_options or [], secret)

@@ -25,7 +25,7 @@ def command(
     rate: Annotated[
         str | None, Option(help="Requests per second, or several: 4,8,16.", show_default="4, or the trace's own")
     ] = None,
-    requests: Annotated[int, Option(help="At each rate.", min=2)] = 100,
+    requests: Annotated[int, Option(help="At each rate.", min=2, max=1_000_000)] = 100,
     lengths: Annotated[str, Option(metavar="PROMPT:ANSWER", help="Tokens, or ranges: 16-128:8-64.")] = "64:32",
     cv: Annotated[
         float, Option("--cv", help="Spread of the gaps: 1 = Poisson, 0 = even, 4 = bursts.", min=0.0, max=100.0)
@@ -34,8 +34,8 @@ def command(
         Path | None,
         Option(metavar="FILE", help='Replay JSON lines {"at", "prompt_tokens", "answer_tokens"}, also tenant, group.'),
     ] = None,
-    prefix: Annotated[int, Option(help="Tokens that the prompts of a group share.", min=0)] = 0,
-    groups: Annotated[int, Option(help="Prefix groups.", min=1)] = 1,
+    prefix: Annotated[int, Option(help="Tokens that the prompts of a group share.", min=0, max=1_000_000)] = 0,
+    groups: Annotated[int, Option(help="Prefix groups.", min=1, max=1_000_000)] = 1,
     tenants: Annotated[
         Path | None, Option(metavar="FILE", help='Keys of tenants: lines "tenant key", as for serve --api-keys.')
     ] = None,
@@ -44,7 +44,7 @@ def command(
         str | None, Option(metavar="NAME=SHARE,...", help="Of the tenants, as ada=10,alan=1.", show_default="equal")
     ] = None,
     model: Annotated[str | None, Option(help="By its name there.", show_default="the first that it lists")] = None,
-    vocab: Annotated[int, Option(help="Prompts are random token ids below this.", min=1)] = 256,
+    vocab: Annotated[int, Option(help="Prompts are random token ids below this.", min=1, max=1_000_000)] = 256,
     slo_ttft: Annotated[float, Option(help="Seconds to the first token of a good answer.", min=1e-6)] = 1.0,
     slo_tpot: Annotated[float, Option(help="Seconds per further token of a good answer.", min=1e-6)] = 0.1,
     timeout: Annotated[float, Option(help="Seconds after which a request is given up.", min=0.001)] = 120.0,
@@ -61,8 +61,10 @@ def command(
     from minillm.api.limits import Keys
     from minillm.api.load.plan import Lengths, Plan, replayed
     from minillm.api.load.report import Limit, by_tenant, latency_figure, report
+    from minillm.api.router.fleet import checked_url
     from minillm.bench.arrival_times import read_trace
 
+    url = checked_url(url)
     keys = Keys.read(api_key, tenants).secrets
     named = [name for name in keys if name != "default"]
     rates = _rates(rate)

@@ -155,7 +155,7 @@ def checked_url(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise ValueError(f"the replica {url!r} is not a URL ({error}): write http://HOST:PORT") from None
+        raise ValueError(f"{url!r} is not a URL ({error}): write http://HOST:PORT") from None
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment or parsed.userinfo:
-        raise ValueError(f"the replica {url!r} is not a server's URL: write http://HOST:PORT")
+        raise ValueError(f"{url!r} is not a server's URL: write http://HOST:PORT")
     return str(parsed).rstrip("/")

@@ -132,11 +132,11 @@ def test_mutants_in_the_table_are_still_made():
         stale += [
             entry.edit
             for entry in table.read().values()
-            if entry.exercise == exercise and " => " in entry.edit and ": " not in entry.edit.split(" => ")[0][:20]
+            if entry.exercise == exercise and " => " in entry.edit and ": " not in entry.edit.split(" => ")[0][:24]
             if entry.edit not in made
         ]
     assert not stale
 
 
-# 31 are lab 17's: a key may hash its parts in any order, and where exactly the judge's limits lie is not asked for.
-MOST_ENTRIES = 128
+# Labs 17, 19 and 25 brought 112, each with its reason in the table.
+MOST_ENTRIES = 212

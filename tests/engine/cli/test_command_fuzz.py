@@ -72,6 +72,7 @@ NOT_NEGATIVE = ("-1", "-1e308", str(-(2**63)))  # which only a seed may be
 FREE = {  # options that take any text, any folder, or any number
     ("generate", "prompt"), ("generate", "system"), ("train", "run"), ("generate", "seed"), ("interview", "seed"),
     ("serve", "name"), ("serve", "api_key"), ("route", "api_key"),
+    ("autoscale", "admin_key"), ("autoscale", "api_key"), ("load", "api_key"), ("load", "model"),
 }  # fmt: skip
 
 
@@ -164,6 +165,8 @@ def cut(place, monkeypatch):
         "minillm.cli.train_heads": {"train": accept},
         "minillm.cli.quantize": {"save_quantized": accept},
         "minillm.api.run": {"serve": accept},
+        "minillm.api.autoscale.controller.Controller": {"run": accept},
+        "minillm.cli.load": {"_load": accept},
     }.items():
         for name, instead in names.items():
             monkeypatch.setattr(f"{module}.{name}", instead)
@@ -191,6 +194,8 @@ CHEAP = {  # what makes each command whole and quick; several ways for one that 
     ],
     "serve": [["--model=model", "--port=0", "--speculate=none"]],
     "route": [["--port=0", "--replicas=http://127.0.0.1:9"], ["--port=0", "--spawn=2"]],
+    "autoscale": [["http://127.0.0.1:9"]],
+    "load": [["http://127.0.0.1:9", "--requests=3"]],
     "train-heads": [["--kind=medusa", "--model=model", "--data=file", "--seq-len=16"]],
 }
 

@@ -195,7 +195,7 @@ def test_options_that_serve_refuses_end_the_router_with_its_words():
     [
         ([], "give either --replicas URL,URL or --spawn N"),
         (["--replicas", "http://a", "--spawn", "1"], "give either"),
-        (["--replicas", "nonsense"], "the replica 'nonsense' is not a server's URL"),
+        (["--replicas", "nonsense"], "'nonsense' is not a server's URL"),
         (["--replicas", "http://a:1,http://a:1/"], "names a server twice"),
         (["--spawn", "1", "--policy", "magic"], "--policy magic is unknown"),
         (["--spawn", "1", "--host", "0.0.0.0"], "give a key with --api-key"),
