@@ -48,7 +48,7 @@ from minillm.comm import launch
 
 # %%
 guess_numbers = 1e6  # numbers of an adapter of rank 16 beside a matrix of 4,096 x 4,096
-guess_share = 0.1  # FLOPs of a step that trains adapters on all layers, of one that trains all weights
+guess_share = 0.1  # FLOPs of a step of adapters on all layers, of one that trains all weights
 guess_less = 10.0  # times fewer bytes of such a step
 guess_fit = 1000  # adapters of rank 16, on all layers of Llama 3 8B, in 10 GB
 guess_states = 40.0  # GB on each of 8 cards for Llama 3 70B with adapters, without activations
@@ -108,7 +108,7 @@ receipts.numbers(guess_numbers, guess_share)
 
 # %%
 def merged(weight, A, B, alpha):
-    """weight: [out, in]; A: [rank, in]; B: [out, rank] -> the sum, a new tensor of weight's dtype."""
+    """weight: [out, in]; A: [rank, in]; B: [out, rank] -> a new tensor of weight's dtype."""
     # BEGIN SOLUTION
     update = alpha / len(A) * (B.float() @ A.float())
     return (weight + update).to(weight.dtype)  # update is in float32, so the sum is
@@ -187,7 +187,7 @@ steps = experiments.step_bytes()
 
 
 def memory_of_a_step():
-    """Bytes of a training step of a small model with all weights, LoRA and QLoRA, by part and measured."""
+    """Bytes of a step of a small model with all weights, LoRA and QLoRA, by part and measured."""
     return figures.draw_memory(steps)
 
 
@@ -205,7 +205,8 @@ receipts.step_memory(steps, guess_less)
 show(figures.states_on_a_card)
 
 # %%
-sliders(figures.states_on_a_card, model=["8B", "70B"], rank=[4, 16, 64, 256], cards=[1, 2, 4, 8, 16])
+ranks, cards = [4, 16, 64, 256], [1, 2, 4, 8, 16]
+sliders(figures.states_on_a_card, model=["8B", "70B"], rank=ranks, cards=cards)
 
 # %% [markdown]
 # ## 4 · On ranks
@@ -253,7 +254,7 @@ def grouped(x, weight, adapters, which):
     """x: [tokens, in]; weight: [out, in]; adapters: a list of (A, B, scale), of any ranks; which:
     [tokens], int64, the number of each token's adapter, -1 for none -> [tokens, out].
 
-    One product with weight for all tokens, and two thin ones for each adapter that is in the batch."""
+    One product with weight for all tokens, and two thin ones for each adapter in the batch."""
     # BEGIN SOLUTION
     y = x @ weight.T
     order = which.argsort()  # the tokens of an adapter, side by side
@@ -588,8 +589,7 @@ design.design_tenants()
 # 2. How do requests with different adapters share a batch and a cache?
 # 3. When is a low rank not enough, and when are merged models better than a shared base?
 #
-# Next: [20 · Design a training run](20_design_training.ipynb) and [21 · Design a serving system](21_design_serving.ipynb)
-# ask for both of the designs above with their money and their tails.
+# Next: [19 · A serving fleet](19_serving_fleet.ipynb) puts several such servers behind one address, where queues decide.
 
 # %%
 finish("17_adapters")

@@ -226,9 +226,9 @@ class FairQueue:
         # END SOLUTION
 
     def push(self, tenant, request):
-        """If nothing of this tenant waits, its counter is first raised: to the smallest counter among
-        tenants that wait, or, if nobody does, to that of the tenant whose queue became empty last.
-        A counter is never lowered."""
+        """If nothing of this tenant waits, its counter is first raised: to the smallest counter of
+        the tenants that wait, or, if nobody does, to that of the tenant whose queue became empty
+        last. A counter is never lowered."""
         # BEGIN SOLUTION
         if not self.waiting[tenant]:
             others = [self.counter[each] for each, queue in self.waiting.items() if queue]
@@ -255,7 +255,7 @@ class FairQueue:
         # END SOLUTION
 
     def charge(self, tenant, tokens):
-        """The tenant received so many tokens: its prompt when it is begun, its answer as it comes."""
+        """The tenant received these tokens: its prompt at the start, its answer as it comes."""
         # BEGIN SOLUTION
         self.counter[tenant] += tokens
         # END SOLUTION
@@ -290,11 +290,12 @@ class Ring:
         """replicas: names. Each has its points at place_of(f"{name} {number}"), from number 0."""
         # BEGIN SOLUTION
         self.replicas = list(replicas)
-        self.points = sorted((place_of(f"{name} {n}"), name) for name in self.replicas for n in range(points))
+        labels = [(name, f"{name} {n}") for name in self.replicas for n in range(points)]
+        self.points = sorted((place_of(label), name) for name, label in labels)
         # END SOLUTION
 
     def choose(self, key, outstanding, bound):
-        """-> a name: the owner of the first point at or after place_of(key), round the ring, that has
+        """-> a name: the owner of the first point at or after place_of(key), round the ring, with
         fewer than ceil(bound * (1 + all outstanding) / replicas) open requests.
         outstanding: {name: open requests}; bound: 1 or more."""
         # BEGIN SOLUTION
@@ -533,6 +534,8 @@ receipts.design()
 # 1. Where do a request's seconds go, and which part of them grows with the load?
 # 2. When does another replica help, and when does it come too late?
 # 3. How does a fleet of sound replicas break down, what do its metrics say, and what ends it?
+#
+# Next: in [20 · Design a training run](20_design_training.ipynb) you size the other side, with the same kind of numbers.
 
 # %%
 finish("19_serving_fleet")

@@ -302,8 +302,8 @@ receipts.due()
 # 2. Which mistakes do you make in mental arithmetic: units, prefixes, one GPU for all?
 # 3. Can you write the small mechanisms without looking?
 #
-# This was the last lab. `python -m minillm progress` shows which exercises are left, and the [course map](../README.md)
-# what each lab is about.
+# Next: [25 · Kernels and compilation](25_kernels.ipynb), for those who want to know what a GPU does in all these steps.
+# `python -m minillm progress` shows which exercises are left, and the [course map](../README.md) what each lab is about.
 
 # %%
 finish("24_interview")

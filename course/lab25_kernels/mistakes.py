@@ -41,7 +41,7 @@ wrong(
     "bias-relu",
     "ReLU before the bias",
     {
-        "tl.load(x + place, mask=inside, other=0.0) +": "tl.maximum(tl.load(x + place, mask=inside, other=0.0), 0.0) +",
+        "tl.load(x + place, mask=inside, other=0.0)": "tl.maximum(tl.load(x + place, mask=inside, other=0.0), 0.0)",
         "tl.maximum(shifted, 0.0)": "shifted",
     },
     says="The ReLU comes before the bias here; it is max(0, x + bias).",
@@ -50,7 +50,11 @@ right("bias-relu", "where instead of maximum", {"tl.maximum(shifted, 0.0)": "tl.
 
 LOOP = """    for start in range(0, width, BLOCK):
         inside = start + lane < width
-        value = tl.load(x + row * x_row + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
+        value = tl.load(
+            x + row * x_row + start + lane,
+            mask=inside,
+            other=float("-inf"),
+        ).to(tl.float32)
 """
 LANES = '    largest, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)\n' + LOOP
 ONLINE = """        higher = tl.maximum(largest, value)

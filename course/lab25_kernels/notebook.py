@@ -52,7 +52,7 @@ from minillm.serve.run.decode_graphs import DecodeGraphs
 guess_same = 2.0  # times faster: relu(x + b) as one kernel instead of two, b as large as x
 guess_launches = 12  # kernels of one decoding layer in plain torch
 guess_matmul = 1.0  # times fewer bytes: tiles of 128 x 128 instead of 32 x 32
-guess_full_graph = 64  # sequences from which a decode step of an 8B model on an H100 no longer waits for launches
+guess_full_graph = 64  # sequences from which an 8B decode step on an H100 waits for no launch
 
 # %% [markdown]
 # ## 1 · Bytes
@@ -100,12 +100,15 @@ show(two_kernels_or_one)
 
 # %%
 def bias_relu(x, bias, y, n, width, BLOCK):
-    """Program p: y[i] = max(0, x[i] + bias[i % width]) for BLOCK numbers from p · BLOCK on, as far as
-    there are any. x, y: n numbers; bias: `width` numbers. BLOCK is a power of two."""
+    """Program p: y[i] = max(0, x[i] + bias[i % width]) for BLOCK numbers from p · BLOCK on, as far
+    as there are any. x, y: n numbers; bias: `width` numbers. BLOCK is a power of two."""
     # BEGIN SOLUTION
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < n
-    shifted = tl.load(x + place, mask=inside, other=0.0) + tl.load(bias + place % width, mask=inside, other=0.0)
+    shifted = (
+        tl.load(x + place, mask=inside, other=0.0)
+        + tl.load(bias + place % width, mask=inside, other=0.0)  # the same row again and again
+    )
     tl.store(y + place, tl.maximum(shifted, 0.0), mask=inside)
     # END SOLUTION
 
@@ -148,7 +151,11 @@ def softmax_rows(x, y, x_row, width, BLOCK):
     largest, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         inside = start + lane < width
-        value = tl.load(x + row * x_row + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
+        value = tl.load(
+            x + row * x_row + start + lane,
+            mask=inside,
+            other=float("-inf"),
+        ).to(tl.float32)
         higher = tl.maximum(largest, value)
         pivot = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(largest - pivot) + tl.exp(value - pivot)
@@ -157,7 +164,11 @@ def softmax_rows(x, y, x_row, width, BLOCK):
     total = tl.sum(total * tl.exp(largest - top), 0)
     for start in range(0, width, BLOCK):
         inside = start + lane < width
-        value = tl.load(x + row * x_row + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
+        value = tl.load(
+            x + row * x_row + start + lane,
+            mask=inside,
+            other=float("-inf"),
+        ).to(tl.float32)
         tl.store(y + row * width + start + lane, tl.exp(value - top) / total, mask=inside)
     # END SOLUTION
 
@@ -178,7 +189,8 @@ softmax_rows = check("softmax-rows", softmax_rows) if INSTALLED else left_out()
 
 # %%
 def norm_forward(x, weight, y, r, width, eps, BLOCK):
-    """Program i: row i of y and r[i], float32. x, y: [rows, width]; weight: [width]; BLOCK >= width."""
+    """Program i: row i of y and r[i], float32. x, y: [rows, width]; weight: [width]; BLOCK is at
+    least width."""
     # BEGIN SOLUTION
     row, lane = tl.program_id(0), tl.arange(0, BLOCK)
     inside = lane < width
@@ -211,7 +223,10 @@ def norm_backward(dy, x, weight, r, dx, partial, rows, width, ROWS, BLOCK):
     # END SOLUTION
 
 
-norm_forward, norm_backward = check("norm-kernels", (norm_forward, norm_backward)) if INSTALLED else left_out(2)
+norm_forward, norm_backward = (
+    # one check for both
+    check("norm-kernels", (norm_forward, norm_backward)) if INSTALLED else left_out(2)
+)
 
 # %% [markdown]
 # ## 3 · Products
@@ -225,8 +240,8 @@ norm_forward, norm_backward = check("norm-kernels", (norm_forward, norm_backward
 
 # %%
 def matmul_tiles(a, b, c, m, n, k, a_row, a_column, b_row, b_column, M, N, K):
-    """Program (i, j): tile (i, j), M x N, of C = A B. A: [m, k], B: [k, n], at any strides; C: [m, n],
-    contiguous, of A's dtype. Tiles of A are M x K, those of B K x N."""
+    """Program (i, j): tile (i, j), M x N, of C = A B. A: [m, k], B: [k, n], at any strides; C:
+    [m, n], contiguous, of A's dtype. Tiles of A are M x K, those of B K x N."""
     # BEGIN SOLUTION
     row, column = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * N + tl.arange(0, N)
     total = tl.zeros([M, N], tl.float32)
@@ -234,8 +249,16 @@ def matmul_tiles(a, b, c, m, n, k, a_row, a_column, b_row, b_column, M, N, K):
         inner = start + tl.arange(0, K)
         a_inside = (row[:, None] < m) & (inner[None, :] < k)
         b_inside = (inner[:, None] < k) & (column[None, :] < n)
-        left = tl.load(a + row[:, None] * a_row + inner[None, :] * a_column, mask=a_inside, other=0.0)
-        right = tl.load(b + inner[:, None] * b_row + column[None, :] * b_column, mask=b_inside, other=0.0)
+        left = tl.load(
+            a + row[:, None] * a_row + inner[None, :] * a_column,
+            mask=a_inside,
+            other=0.0,
+        )
+        right = tl.load(
+            b + inner[:, None] * b_row + column[None, :] * b_column,
+            mask=b_inside,
+            other=0.0,
+        )
         total += tl.dot(left, right)
     inside = (row[:, None] < m) & (column[None, :] < n)
     tl.store(c + row[:, None] * n + column[None, :], total, mask=inside)
@@ -279,9 +302,9 @@ receipts.layer_table()
 
 # %%
 def rotate(x, cos, sin, y, x_row, heads, half, BLOCK):
-    """Program (token, head). x: a token's heads one after the other, 2 · half numbers each, and x_row
-    numbers from token to token; cos, sin: [tokens, half]; y: [tokens, heads, 2 · half], contiguous;
-    BLOCK >= half."""
+    """Program (token, head). x: a token's heads one after the other, 2 · half numbers each, and
+    x_row numbers from token to token; cos, sin: [tokens, half]; y: [tokens, heads, 2 · half],
+    contiguous; BLOCK >= half."""
     # BEGIN SOLUTION
     token, head, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     inside = lane < half
@@ -296,8 +319,8 @@ def rotate(x, cos, sin, y, x_row, heads, half, BLOCK):
 
 
 def gate(both, y, width, BLOCK):
-    """Program (row, tile). both: [rows, 2 · width], a row's gates and then its ups; y: [rows, width],
-    contiguous: silu(gate) · up."""
+    """Program (row, tile). both: [rows, 2 · width], a row's gates and then its ups; y:
+    [rows, width], contiguous: silu(gate) · up."""
     # BEGIN SOLUTION
     row, lane = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < width
@@ -319,8 +342,8 @@ rotate, gate = check("between-products", (rotate, gate)) if INSTALLED else left_
 
 # %%
 def paged_decode(q, keys, values, table, lengths, y, scale, most, GROUP, KV_HEADS, SIZE, DIM):
-    """Program (s, h): attention of query heads h · GROUP up to (h + 1) · GROUP of sequence s over its
-    lengths[s] keys (1 or more). q, y: [sequences, KV_HEADS · GROUP, DIM]; keys, values:
+    """Program (s, h): attention of query heads h · GROUP up to (h + 1) · GROUP of sequence s over
+    its lengths[s] keys (1 or more). q, y: [sequences, KV_HEADS · GROUP, DIM]; keys, values:
     [blocks, SIZE, KV_HEADS, DIM]; table: [sequences, most], int64. Float32, contiguous; GROUP, SIZE
     and DIM are powers of two; scores are multiplied by `scale`."""
     # BEGIN SOLUTION
@@ -455,9 +478,9 @@ receipts.graph_pays(guess_full_graph)
 
 # %%
 def replay_step(graphs, tokens, slots):
-    """graphs: recorded steps by size; tokens, slots: [n], int64, one for each sequence, n >= 1 and at
-    most the largest size -> logits, [n, vocabulary], which stay as they are when the next step runs.
-    Replays the smallest graph that is large enough, once."""
+    """graphs: recorded steps by size; tokens, slots: [n], int64, one for each sequence, n >= 1 and
+    at most the largest size -> logits, [n, vocabulary], which stay as they are when the next step
+    runs. Replays the smallest graph that is large enough, once."""
     # BEGIN SOLUTION
     n = len(tokens)
     graph = graphs[min(size for size in graphs if size >= n)]
@@ -627,6 +650,9 @@ receipts.design()
 # 1. How many bytes does a kernel move, and what does fusing two of them save?
 # 2. What does a compiler make of a block, what stops it, and what makes it start again?
 # 3. Why does a decode step want a recorded graph, and what must hold for a replay to be right?
+#
+# This was the last lab. `python -m minillm progress` shows which exercises are left, and the [course map](../README.md)
+# what each lab is about.
 
 # %%
 finish("25_kernels")

@@ -24,7 +24,12 @@ TOKENS, RANK, WIDTH, STEPS = 6, 3, 4, 3  # width of each rank's part of a layer
 Judged = tuple[int, int, bool]  # bytes sent, collectives, right values
 
 
-def finish_gradients(kind: str, grad_A: Tensor, grad_B: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def finish_gradients(
+    kind: str,
+    grad_A: Tensor,
+    grad_B: Tensor,
+    group: Group,
+) -> tuple[Tensor, Tensor]:
     """kind: "column" (W and B cut by rows, A whole) or "row" (W and A cut by columns, B whole).
     -> the gradients of what this rank holds of A and B, for the loss of all ranks together."""
     raise NotImplementedError
@@ -64,7 +69,8 @@ def try_kind(group: Group, kind: str) -> Judged:
     given = [part.to(group.device) for part in (x, dy, *mine(a, b))]
     with ledger() as led:
         found = train(*given, lambda grad_A, grad_B: finish_gradients(kind, grad_A, grad_B, group))
-    right = all(torch.allclose(part.cpu(), wanted, rtol=1e-9) for part, wanted in zip(found, mine(*whole), strict=True))
+    pairs = zip(found, mine(*whole), strict=True)
+    right = all(torch.allclose(part.cpu(), wanted, rtol=1e-9) for part, wanted in pairs)
     return led.bytes(), led.calls.total(), right
 
 
