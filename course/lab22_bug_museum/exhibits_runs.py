@@ -1,7 +1,10 @@
 """Exhibits of whole runs: a checkpoint that lacks a part, and a rank that goes its own way."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from course.kit.receipts import row
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Measurement, Suspect, WrongFix
@@ -203,6 +206,7 @@ class Outcome:
     alone: tuple[Step, ...]
 
 
+LINK_ROUNDS = 50
 BRANCH_SCENE = Scene(ParallelConfig(dp=2), steps=6)
 SUM = "return self.parallel.sum(total).double() / weight, weight"
 ONLY_ROOT = (
@@ -233,6 +237,21 @@ def _steps_on_rank(group: Group, patches: Sequence[Patch], tokens: Tokens, seed:
 
 def _first_line(record: Outcome) -> str:
     return record.error.partition("\n")[0] or "the run ended without an error"
+
+
+def _links() -> Table:
+    wrong, seconds = launch(_reduce_on_rank, 2, timeout=20.0)[0]
+    return table("links", ("all-reduces", "wrong", "ms each"), [(LINK_ROUNDS, wrong, 1e3 * seconds / LINK_ROUNDS)])
+
+
+def _reduce_on_rank(group: Group) -> tuple[int, float]:
+    """(all-reduces with a wrong result, seconds of all)."""
+    numbers, wrong, started = torch.arange(1 << 15, dtype=torch.float64), 0, time.perf_counter()
+    for number in range(LINK_ROUNDS):
+        mine = numbers * (group.rank + 1) + number
+        group.all_reduce(mine)
+        wrong += not torch.equal(mine, 3 * numbers + 2 * number)
+    return wrong, time.perf_counter() - started
 
 
 BRANCH = Exhibit(
@@ -269,8 +288,8 @@ BRANCH = Exhibit(
         Measurement(
             "links",
             20,
-            "bandwidth and errors of every link",
-            lambda record: table("links", ("", ""), [("errors", "0"), ("bandwidth", "as measured before")]),
+            "all-reduces between the two ranks, without the program",
+            lambda record: _links(),
         ),
     ),
     suspects=(
@@ -323,7 +342,7 @@ BRANCH = Exhibit(
     ),
     misleading=Clue(
         "links",
-        "Twenty minutes, and nothing. A hang that comes at the same step on every start is in the program.",
+        "Twenty minutes, and every result is right. A hang at the same step of every start is in the program.",
     ),
     lesson=(
         "Whether a collective is called may depend only on what all ranks know. Conditions on the rank, on the data or "
