@@ -147,6 +147,7 @@ TWO_REPLICAS_ONE_RUN = Exhibit(
         seen.replicas_agree(record),
         _windows_are_disjoint(record),
         seen.norm_is_right(record),
+        row("loss of the last step", record.alone.steps[-1].loss, record.steps[-1].loss, "nats", 1e-4),
     ],
     measurements=seen.USUAL,
     suspects=(
@@ -213,7 +214,13 @@ TWO_REPLICAS_ONE_RUN = Exhibit(
         "close "
         "the issue, and test data and reduction each on its own."
     ),
-    proof=oracle([ParallelConfig(dp=2), ParallelConfig(dp=2, accumulate=3)]),
+    proof=oracle(
+        [
+            ParallelConfig(dp=2),
+            ParallelConfig(dp=2, accumulate=3),
+            ParallelConfig(dp=2, zero=2, accumulate=2),
+        ]
+    ),
 )
 
 EXPERTS_DOUBLED = Exhibit(
