@@ -16,7 +16,7 @@ from course.kit import progress
 from course.lab24_interview import deck
 
 SECTION = "interview"
-NEW = 0.6  # share of new cards while there are any: the deck in a month, with room for a bad week
+NEW = 0.65  # share of new cards while there are any: the deck in a month, with room for a bad week
 GRADES = {"1": Rating.Again, "2": Rating.Hard, "3": Rating.Good, "4": Rating.Easy}
 GRADE_HELP = "1 did not know, 2 with gaps, 3 well, 4 at once"
 SCHEDULER = Scheduler(learning_steps=(), relearning_steps=(), enable_fuzzing=False)

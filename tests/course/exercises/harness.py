@@ -76,9 +76,14 @@ def check_rebound(master: Path) -> None:
 
 
 def _replaces(value: ast.expr, unwritten: Collection[str]) -> bool:
-    """check(...), or check(...) if ... else something that is not what the learner has not written."""
+    """check(...), or check(...) if ... else something that later cells can use: neither a constant nor what the learner
+    has not written."""
     if isinstance(value, ast.IfExp):
-        return checked_exercise(value.body) is not None and not names_of(value.orelse)[0] & set(unwritten)
+        return (
+            not isinstance(value.orelse, ast.Constant)
+            and checked_exercise(value.body) is not None
+            and not names_of(value.orelse)[0] & set(unwritten)
+        )
     return checked_exercise(value) is not None
 
 

@@ -135,6 +135,7 @@ OPTIONAL = {  # used where they are installed
     "latex2mathml",
     "llama_cpp",
     "nanovllm",
+    "peft",
     "sphinx",
     "torchao",
     "triton",
