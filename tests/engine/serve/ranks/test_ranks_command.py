@@ -91,6 +91,10 @@ def test_clients_get_the_engine_s_answers_and_sigterm_ends_what_is_open(server):
         expected = alone.generate([alone.tokenizer.encode("def ")], SamplingParams(12, **asked))[0].answers
         assert [answer.text for answer in answers] == [answer.text for answer in expected]
     asked = {"max_tokens": 40, "temperature": 1, "extra_body": {"ignore_eos": True}}
+    shown = httpx.get(f"{server.url}/metrics").text
+    assert all(
+        f'minillm_start_seconds{{phase="{each}"}}' in shown for each in ("process", "imports", "load", "warm-up")
+    )
     stream = client.completions.create(model="draft", prompt="def ", stream=True, **asked)
     pieces = [next(stream).choices[0]]
     server.process.send_signal(signal.SIGTERM)
