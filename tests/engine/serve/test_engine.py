@@ -399,9 +399,9 @@ def anything(pool, **options):
 
 @pytest.mark.parametrize("scheduler", [FairScheduler, partial(FairScheduler, shares={}), Extended, partial(Extended)])
 def test_options_that_no_scheduler_takes_are_refused_whatever_its_class(scheduler):
-    with pytest.raises(ValueError, match="LLM has no option 'max_num_seq': did you mean max_num_seqs\\?"):
+    with pytest.raises(ValueError, match=r"LLM has no option 'max_num_seq': did you mean max_num_seqs\?"):
         LLM(MODEL, scheduler=scheduler, max_num_seq=5)
-    with pytest.raises(ValueError, match="LLM has no option 'speed': a scheduler takes .*token_budget"):
+    with pytest.raises(ValueError, match=r"LLM has no option 'speed': a scheduler takes .*token_budget"):
         LLM(MODEL, scheduler=scheduler, speed=5)
     assert LLM(MODEL, scheduler=scheduler, max_num_seqs=5).scheduler.max_num_seqs == 5
 
