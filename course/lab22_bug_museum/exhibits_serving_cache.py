@@ -25,7 +25,11 @@ NO_SALT = Patch(
 )
 PARAMS_IN_KEY = Patch(
     "minillm.serve.requests.request:new_request",
-    {"cache_namespace(None, salt)": "cache_namespace(None, repr((salt, params)))"},
+    {
+        "cache_namespace(adapter and adapter.cache_key, salt)": (
+            "cache_namespace(adapter and adapter.cache_key, repr((salt, params)))"
+        )
+    },
     also=("minillm.serve.requests.table:new_request",),
 )
 MASK_FROM_ZERO = Patch(
@@ -324,7 +328,14 @@ CACHE_ROLLED_BACK = Exhibit(
         WrongFix(
             "a key without the salt",
             "This takes the parameters out of the key and the tenant with them.",
-            ({"cache_namespace(None, salt)": "cache_namespace(None, None)"}, {}),
+            (
+                {
+                    "cache_namespace(adapter and adapter.cache_key, salt)": (
+                        "cache_namespace(adapter and adapter.cache_key, None)"
+                    )
+                },
+                {},
+            ),
         ),
         WrongFix(
             "a mask that hides nothing",

@@ -49,6 +49,12 @@ class Registered:
     nbytes: int
     digest: str
 
+    @property
+    def cache_key(self) -> str:
+        """Its prefixes begin with it. Two names of equal values share none: one may fail to load in the step that
+        would have computed them for the other."""
+        return f"{self.number}:{self.digest}"
+
 
 class AdapterStore:
     """Of one model, for one engine at a time.

@@ -10,7 +10,7 @@ import typer
 
 from minillm.comm import HangError, RankError, launch
 from minillm.serve.engine import LLM
-from minillm.serve.ranks.engine import over_ranks
+from minillm.serve.ranks.engine import over_ranks, sigterm_ignored
 from minillm.train.run import interrupts
 
 if TYPE_CHECKING:
@@ -59,12 +59,13 @@ def serve_on_ranks(
     from minillm.api.ranks import Handover, TakenOver
     from minillm.api.run import end_with_stdin, serve
 
-    if until_stdin_closes:
+    if until_stdin_closes and listening is not None:
         end_with_stdin()
 
     def serve_here(llm: LLM, port: socket.socket, is_over: Callable[[], bool] = lambda: False) -> None:
         app = app_of(llm)
-        serve(app, port, is_over=lambda: is_over() or not app.state.api.healthy)
+        with sigterm_ignored():  # uvicorn raises the one that ended it once more, before the other ranks have heard
+            serve(app, port, is_over=lambda: is_over() or not app.state.api.healthy)
 
     if _under_torchrun():
         if listening is not None:

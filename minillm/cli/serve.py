@@ -130,8 +130,9 @@ def command(
         if tp > 1:
             options |= {} if drafter == "none" else {"proposer": drafter, "k": k}
 
-            def app_of(llm: LLM) -> "FastAPI":
-                return create_app({known: llm}, limits, keys)
+            def app_of(llm: LLM) -> "FastAPI":  # on rank 0, which goes on with the time of this process
+                start.end("load")
+                return create_app({known: llm}, limits, keys, start)
 
             ends = {"until_stdin_closes": until_stdin_closes, "device": device}
             serve_on_ranks(tp, folder_of(model), listening, app_of, announce, **ends, **where, **options)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from inspect import Parameter, signature
 
 from minillm.model.config import check_generates
@@ -38,15 +39,26 @@ def check_engine(
         raise ValueError(f"async_scheduling {async_scheduling!r} must be True or False.")
     if async_scheduling and proposer is not None:
         raise ValueError("async_scheduling with a proposer: drafts need tokens that are not read yet, leave one out.")
-    known = signature(scheduler).parameters
-    if any(each.kind is Parameter.VAR_KEYWORD for each in known.values()):
-        return
-    for name in scheduling:
+    known = _options_of(scheduler)
+    for name in scheduling if known is not None else ():
         if name not in known:
             options = [each.name for each in known.values() if each.kind is Parameter.KEYWORD_ONLY]
             close = get_close_matches(name, options, 1)
             hint = f"did you mean {close[0]}?" if close else f"a scheduler takes {', '.join(options)}."
             raise ValueError(f"LLM has no option {name!r}: {hint}")
+
+
+def _options_of(scheduler: Callable) -> dict[str, Parameter] | None:
+    """What it can be called with. A class that passes options on to the class it extends takes those of that one, too;
+    None if something passes on any option to who knows where."""
+    made = scheduler.func if isinstance(scheduler, partial) else scheduler
+    known: dict[str, Parameter] = {}
+    for each in (scheduler, *(made.__mro__[:-1] if isinstance(made, type) else ())):
+        found = signature(each).parameters
+        known |= {name: option for name, option in found.items() if option.kind is not Parameter.VAR_KEYWORD}
+        if not any(option.kind is Parameter.VAR_KEYWORD for option in found.values()):
+            return known
+    return None
 
 
 def _check_complete(model) -> None:

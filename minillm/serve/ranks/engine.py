@@ -1,6 +1,9 @@
 """`over_ranks(group, source, use)`: an engine over the ranks of a group; every one of them calls it."""
 
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,7 +63,8 @@ def over_ranks(
     llm = LLM(**found | options)
     runner = llm.runner
     if group.rank:
-        runner.follow()
+        with sigterm_ignored():  # rank 0 may have requests to end: it says when there are no more steps
+            runner.follow()
         runner.channel.close(group)
         return None
     runner.lead()
@@ -74,6 +78,19 @@ def over_ranks(
     runner.check()
     runner.channel.close(group)
     return result
+
+
+@contextmanager
+def sigterm_ignored() -> Iterator[None]:
+    """A SIGTERM that reaches every rank, as torchrun's or a process group's, ends none in the middle of an answer."""
+    if threading.current_thread() is not threading.main_thread():  # only it may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _loaded(source: str | Path, group: Group, *, device=None, dtype=None, max_seq_len=None) -> dict[str, Any]:

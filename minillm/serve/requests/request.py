@@ -142,7 +142,7 @@ def new_request(
             stops.add(tokenizer.eos_id)
     seed = secrets.randbits(63) if params.seed is None else params.seed
     request = Request(tokens, params, seed, frozenset(stops), now, timeout_s, awaited, salt)
-    shared = {"priority": priority, "request": request, "origin": cache_namespace(adapter and adapter.digest, salt)}
+    shared = {"priority": priority, "request": request, "origin": cache_namespace(adapter and adapter.cache_key, salt)}
     shared["adapter"] = adapter and adapter.number
     for index in range(params.n):
         own = {"index": index, "draw": Draw(sample_seed(seed, index)), "push": tokenizer and tokenizer.stream()}

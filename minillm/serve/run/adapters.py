@@ -6,7 +6,8 @@
     its inputs are made     adapters_of: a number for each sequence
     it is executed          `AdapterStore.routed` around the forward pass (`Runner`)
 
-An adapter's digest is where its prefixes begin in the cache, see `cache_namespace`: keys and values depend on it.
+An adapter's number and digest are where its prefixes begin in the cache, see `cache_namespace`: keys and values depend
+on its values, and whether a planned step computes them on whether it could be loaded.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -117,6 +117,24 @@ def test_prefixes_are_shared_within_an_adapter_only(folders, expected):
     assert [bool(hit) for hit in hits] == [False, True, False, False, True]
 
 
+def test_a_name_that_fails_to_load_leaves_the_other_name_of_its_values_right(tmp_path):
+    """Both are admitted in one step, and the first one's blocks would be the second one's, had it been computed."""
+    folders = {name: write_adapter(tmp_path / name, 3) for name in ("first", "second")}
+    expected = right(merged(folders["second"]), SHARED[0], TOKENS)
+    llm = LLM(base(), adapters=folders, block_size=4)
+    for name in folders:
+        llm.adapters.registered(name)
+    folders["first"].rename(tmp_path / "away")
+    params = SamplingParams(max_tokens=TOKENS)
+    lost, kept = llm.generate([SHARED[0]] * 2, params, adapter=["first", "second"])
+    assert lost.error is not None and not lost.answers[0].ids
+    assert kept.answers[0].ids == expected
+    (tmp_path / "away").rename(folders["first"])
+    for name in folders:
+        [again] = llm.generate([SHARED[0]], params, adapter=name)
+        assert again.answers[0].ids == expected, "nothing wrong is left in the cache"
+
+
 OTHERS = {
     "window and norms": {"sliding_window": 5, "qk_norm": True},
     "biases, tied": {"qkv_bias": True, "tie_embeddings": True},

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from minillm.__main__ import run
-from tests.engine.api.running import until
+from minillm.cli import serve as command
+from tests.engine.api.running import engine, until
 
 COMMAND = [sys.executable, "-m", "minillm", "serve"]
 
@@ -51,6 +52,15 @@ def test_a_file_of_keys_is_read_line_by_line(tmp_path):
     file.write_text("ada\n")
     with pytest.raises(ValueError, match="line 1: write a tenant's name and its key"):
         Keys.read(None, file)
+
+
+def test_a_server_over_ranks_shows_where_the_time_of_its_start_went(monkeypatch):
+    """Without the ranks: what makes the app of rank 0 gets an engine of this process."""
+    made = []
+    monkeypatch.setattr(command, "serve_on_ranks", lambda tp, folder, port, app_of, *_, **__: made.append(app_of))
+    assert run(["serve", "--model", "draft", "--speculate", "none", "--tp", "2", "--port", "0"]) == 0
+    api = made[0](engine()).state.api
+    assert list(api.start.phases) == ["process", "imports", "load"]
 
 
 def test_it_serves_the_committed_model_and_ends_what_is_open_on_sigterm():

@@ -4,6 +4,7 @@ import json
 import threading
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
 from minillm.model.draw import sample_seed
 from minillm.model.generate import generate
-from minillm.serve import LLM, SamplingParams
+from minillm.serve import LLM, SamplingParams, Scheduler
+from minillm.serve.schedule.fair import FairScheduler
 
 CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=48, init_std=0.2)
 MODEL = Transformer(CONFIG, seed=3)
@@ -384,6 +386,29 @@ def test_bad_engines_are_refused(options, message):
     with pytest.raises(ValueError, match=message) as error:
         LLM(MODEL, **options)
     assert "\n" not in str(error.value) and str(error.value).endswith((".", "?"))
+
+
+class Extended(Scheduler):
+    def __init__(self, pool, *, mine=1, **options):
+        super().__init__(pool, **options)
+
+
+def anything(pool, **options):
+    return Scheduler(pool, max_num_seqs=options["seats"])
+
+
+@pytest.mark.parametrize("scheduler", [FairScheduler, partial(FairScheduler, shares={}), Extended, partial(Extended)])
+def test_options_that_no_scheduler_takes_are_refused_whatever_its_class(scheduler):
+    with pytest.raises(ValueError, match=r"LLM has no option 'max_num_seq': did you mean max_num_seqs\?"):
+        LLM(MODEL, scheduler=scheduler, max_num_seq=5)
+    with pytest.raises(ValueError, match=r"LLM has no option 'speed': a scheduler takes .*token_budget"):
+        LLM(MODEL, scheduler=scheduler, speed=5)
+    assert LLM(MODEL, scheduler=scheduler, max_num_seqs=5).scheduler.max_num_seqs == 5
+
+
+def test_a_scheduler_may_take_options_of_its_own():
+    LLM(MODEL, scheduler=Extended, mine=2, max_num_seqs=5)
+    assert LLM(MODEL, scheduler=anything, seats=3).scheduler.max_num_seqs == 3
 
 
 def test_what_is_no_model_is_refused():

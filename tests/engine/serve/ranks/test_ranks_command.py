@@ -91,6 +91,10 @@ def test_clients_get_the_engine_s_answers_and_sigterm_ends_what_is_open(server):
         expected = alone.generate([alone.tokenizer.encode("def ")], SamplingParams(12, **asked))[0].answers
         assert [answer.text for answer in answers] == [answer.text for answer in expected]
     asked = {"max_tokens": 40, "temperature": 1, "extra_body": {"ignore_eos": True}}
+    shown = httpx.get(f"{server.url}/metrics").text
+    assert all(
+        f'minillm_start_seconds{{phase="{each}"}}' in shown for each in ("process", "imports", "load", "warm-up")
+    )
     stream = client.completions.create(model="draft", prompt="def ", stream=True, **asked)
     pieces = [next(stream).choices[0]]
     server.process.send_signal(signal.SIGTERM)
@@ -184,3 +188,22 @@ def test_two_nodes_of_torchrun_serve_together(tmp_path):
         for process in processes:
             process.wait(PATIENCE_S)
     until(lambda: not any(map(psutil.pid_exists, children)), "a rank is left")
+
+
+@pytest.mark.full
+def test_a_sigterm_to_all_ranks_of_torchrun_ends_what_is_open_first(tmp_path):
+    arguments = ["-m", "minillm", *SERVE[3:], "--tp", "2"]
+    server = Server(tmp_path, command=torchrun("--standalone", "--nproc-per-node", "2", *arguments))
+    try:
+        server.wait()
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        asked = {"max_tokens": 200, "temperature": 1, "extra_body": {"ignore_eos": True}}
+        stream = client.completions.create(model="draft", prompt="def ", stream=True, **asked)
+        pieces = [next(stream).choices[0]]
+        server.process.send_signal(signal.SIGTERM)
+        pieces += [chunk.choices[0] for chunk in stream if chunk.choices]
+        assert pieces[-1].finish_reason == "length"
+        server.process.wait(PATIENCE_S)
+        until(lambda: not any(map(psutil.pid_exists, server.processes)), "a process is left")
+    finally:
+        server.process.kill()
