@@ -9,8 +9,8 @@
 # %% [markdown]
 # # 17 · Adapters
 #
-# **A fine-tuned model is its base plus r(d + k) numbers for each matrix of d x k, so one frozen copy of the base can be
-# trained for, and shared by, everybody who needs another behaviour.**
+# **A model fine-tuned with LoRA is its base plus r(d + k) numbers for each matrix of d x k, so one frozen copy of the base
+# can be trained for, and shared by, everybody who needs another behaviour.**
 # Stands on lab 02 (memory of a step), lab 05 (a layer cut over ranks), lab 13 (keys of cached blocks) and lab 16 (NF4).
 #
 # The seven exercises take about two hours; with the measurements and the questions at the end plan three.
@@ -24,7 +24,8 @@
 # >
 # > - *"LoRA can reduce the number of trainable parameters by 10,000 times and the GPU memory requirement by 3 times"*
 # >   ([Hu et al. 2021](https://arxiv.org/abs/2106.09685), abstract). Of GPT-3, with rank 4 on two matrices, and of the
-# >   memory of Adam's states. FLOPs fall by a third at most (section 1), activations hardly (section 3).
+# >   memory of Adam's states. With adapters in every block FLOPs fall by a third at most (section 1), activations hardly
+# >   (section 3).
 # > - *"... no additional inference latency"* (the same abstract). Of a merged adapter. One that is to be shared by a batch
 # >   with others stays apart, and costs two thin products per layer (section 5).
 # > - *"LoRA performs on-par or better than fine-tuning in model quality"* (the same abstract). Near the base. Far from it
@@ -198,8 +199,9 @@ receipts.step_memory(steps, guess_less)
 
 # %% [markdown]
 # With all weights the fullest moment comes at the end of backward, when gradients have taken the place of activations. With
-# adapters it comes at the loss, and activations, which do not depend on the rank, are the larger part: recomputation
-# (lab 02) is what shrinks them. In a large model weights and states outweigh them. Move the sliders:
+# adapters it comes at the loss, and activations, which do not depend on the rank, are two fifths of a LoRA step and more
+# than half of a QLoRA step: recomputation (lab 02) shrinks them. In a large model weights and states outweigh them. Move the
+# sliders:
 
 # %%
 show(figures.states_on_a_card)
@@ -283,7 +285,7 @@ receipts.fits(guess_fit)
 # ### Exercise 6 · what the keys begin with (15 minutes)
 #
 # Lab 13's keys began with the adapter's *name*. A name is not enough: a customer uploads a better adapter under the old
-# name, and gets keys and values of the old one ([vLLM#30931](https://github.com/vllm-project/vllm/issues/30931)). So begin
+# name, and gets keys and values of the old one ([vLLM#42125](https://github.com/vllm-project/vllm/issues/42125)). So begin
 # with what the adapter *is*. Two customers with equal weights may then share, as blocks depend on nothing else.
 
 
@@ -396,14 +398,15 @@ receipts.programs(verdict)
 #
 # <details><summary>Answer</summary>
 #
-# Only F's, and only in its first step: training begins somewhere else than at the base, and learns nevertheless. B's loss
-# is right, and the model that is shipped is another one. C trained nothing wrong. E's loss is that of a right program
-# wherever Adam hides the factor on A; its B, though, holds sums of other ranks' rows.
+# F's in its first step: training begins somewhere else than at the base, and learns nevertheless. E's from the second step
+# on: the factor on A disappears in Adam, but here B is summed as well, and every rank's B is trained with the sum of all
+# ranks' gradients, a wrong direction. B's loss is right, and the model that is shipped is another one. C trained nothing
+# wrong.
 #
 # - **A** and **D** are right: half a step of rounding in the outputs, and hits on their own blocks only.
 # - **B: alpha / r forgotten after merge.** With alpha = r it would be right by luck: test with another alpha.
 # - **C: adapter missing in the hash.** A request gets tokens from the cache, and none before it had its adapter.
-# - **E: gradients reduced twice.** A's norm is exactly the number of ranks too large.
+# - **E: gradients reduced twice.** A's norm is too large by exactly the number of ranks as a factor; B's is another.
 # - **F: B not zero at the start.**
 # </details>
 #
@@ -430,9 +433,9 @@ show(loss_by_rank)
 receipts.last_ranks(tuned)
 
 # %% [markdown]
-# Near the base a larger rank adds little. Far from it the loss goes on falling with the rank, and all weights stay ahead:
-# embeddings, which have no adapter here, would have to change for every token. Thirty steps measure how fast each learns as
-# much as what it could learn. To decide, train to the end, with two ranks and the learning rate found for each.
+# Near the base rank 64 adds little to rank 8. Far from it the loss goes on falling with the rank. In both texts all weights
+# stay ahead after thirty steps; one reason may be the embeddings, which have no adapter here. Thirty steps measure how fast
+# each learns as much as what it could learn. To decide, train to the end, with two ranks and the learning rate found for each.
 #
 # ### Every request its own adapter
 #
@@ -503,8 +506,8 @@ design.interview()
 # **1. What does LoRA save in training, and what not?**
 # <details><summary>Answer</summary>
 #
-# Gradients, masters and moments of the frozen weights: with 18 bytes a parameter, 16 of them. A third of the FLOPs at most:
-# the gradients of frozen weights. Not the weights, hardly the activations: backward passes every layer above the first
+# Gradients, masters and moments of the frozen weights: with 18 bytes a parameter, 16 of them. With adapters in
+# every block, a third of the FLOPs at most: the gradients of frozen weights. Not the weights, hardly the activations: backward passes every layer above the first
 # adapter.
 #
 # *Follow-up: and QLoRA?* The weights, from 16 bits to 4.127, for decoding each of them twice in a step.
@@ -570,9 +573,10 @@ design.design_tenants()
 # and starts from a rounded base. More nodes: if two ranks show that the loss goes on falling, and all weights have to learn.
 #
 # D2: one adapter is 83.9 MB, all of them 83.9 GB: 119 fit into 10 GB beside base and cache, the rest waits in host memory,
-# 1.3 ms away over PCIe at 64 GB/s. If tenants are equally busy, 64 requests have 62 different adapters, and a step takes
-# 8.6 ms instead of 7.0; 62 merged models in turn would take 280 ms. Send tenants to cards by a hash of their name, so that
-# each card keeps 250 of them. A tenant with a fifth of the traffic gets a merged model on a card of its own. Limit different
+# 1.3 ms away over PCIe at 64 GB/s. If every card serves all tenants, equally busy, 64 requests have 62 different adapters,
+# and a step takes 8.6 ms instead of 7.0; 62 merged models in turn would take 280 ms. Better send tenants to cards by a hash
+# of their name. Then a card has 250 of them with 21.0 GB of adapters: 119 stay, 131 wait in host memory, and 64 requests
+# have 57 different ones, 8.5 ms a step. A tenant with a fifth of the traffic gets a merged model on a card of its own. Limit different
 # adapters per step, and count quotas per tenant.
 # </details>
 #

@@ -11,13 +11,13 @@ from minillm.drawing import headline, log_ticks, subplots
 from minillm.palette import MUTED, look
 from minillm.predict.kernels import LADDER, elementwise
 
-SIZES = tuple(2**power for power in range(10, 29))
+SIZES = tuple(2 ** (eighths / 8) for eighths in range(80, 225))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def ladder() -> Figure:
-    """Bytes per second of each memory of an H100, from its registers to the network, with its size: each rung down is
-    several times slower."""
+    """Bytes per second of each memory of an H100, from its registers to the network, with its size: each rung is slower
+    than the one above it."""
     figure, axes = subplots(width=8, height=3.2)
     for place, rung in enumerate(LADDER):
         axes.barh(place, rung.rate / 1e12, color=look(1 if rung.bytes is None else 0).color, height=0.65)
@@ -29,7 +29,7 @@ def ladder() -> Figure:
     axes.grid(False)
     axes.set(xscale="log", xlabel="TB/s of one GPU", xlim=(0.02, 9000))
     log_ticks(axes.xaxis)
-    headline(axes, "Between two kernels numbers go down to HBM", "One H100, by its data sheets; blue: on the card")
+    headline(axes, "Between two kernels numbers go down to HBM", "One H100, by data sheet, caches by bytes a clock; blue: on the card")
     return figure
 
 
@@ -43,13 +43,14 @@ def _rate(value: float) -> str:
 
 def time_by_size(launch_us: float = 5.0, passes: int = 3) -> Figure:
     """Time of an element-wise kernel on an H100 by its numbers, for a number of passes over memory: flat as long as the
-    launch takes longer, then proportional to the bytes."""
+    launch takes longer, then proportional to the bytes. Beside it two kernels, with two passes and a launch more."""
     figure, axes = subplots(width=8, height=3.4)
     for index, count in enumerate((passes, passes + 2)):
-        drawn = look(index)
-        times = [max(launch_us, 1e6 * elementwise(n, count - 1, 2).seconds(formulas.BANDWIDTH)) for n in SIZES]
-        label = f"{count} passes over memory" + (" (two more: not fused)" if index else "")
-        axes.plot(SIZES, times, color=drawn.color, linestyle=drawn.linestyle, marker="", label=label)
+        drawn, launches_us = look(index), launch_us * (index + 1)
+        sizes = sorted((*SIZES, launches_us * 1e-6 * formulas.BANDWIDTH / (2 * count)))  # the knee is one of them
+        times = [max(launches_us, 1e6 * elementwise(n, count - 1, 2).seconds(formulas.BANDWIDTH)) for n in sizes]
+        label = f"{count} passes over memory, " + ("two kernels: not fused" if index else "one kernel")
+        axes.plot(sizes, times, color=drawn.color, linestyle=drawn.linestyle, marker="", label=label)
     knee = launch_us * 1e-6 * formulas.BANDWIDTH / (2 * passes)
     axes.axvline(knee, color=MUTED, linewidth=0.8, linestyle=":")
     axes.annotate(f"{knee / 1e6:.1f} million numbers", (knee, 0.9), xycoords=("data", "axes fraction"), xytext=(-6, 0),

@@ -9,7 +9,8 @@
 # %% [markdown]
 # # 25 · Kernels and compilation
 #
-# **A kernel takes as long as its bytes or as its launch, and fusing two kernels saves both.**
+# **A kernel that is not limited by arithmetic takes as long as its bytes or as its launch, and fusing two kernels saves
+# both.**
 # Stands on lab 00 (the roofline) and lab 12 (decode is memory); lab 13 for the paged cache.
 #
 # The nine exercises take about three hours; with the measurements and the questions at the end plan four.
@@ -76,7 +77,8 @@ measured_fusion = experiments.fusion()
 receipts.fusion(measured_fusion, guess_same)
 
 # %% [markdown]
-# A CPU fetches a line before it overwrites it, so each write may cost a read as well; then the ratios are 6/4 and 5/3
+# A CPU fetches a line before it overwrites it, so a write may cost a read as well. Of the two kernels only the first pays
+# that: the second overwrites its input in place, whose lines are already fetched. So the ratios of time are 6/4 and 5/3
 # instead of 5/3 and 2. A GPU writes whole sectors without reading them.
 
 
@@ -383,7 +385,7 @@ paged_decode = check("paged-decode", paged_decode) if INSTALLED else left_out()
 
 # %%
 def block(x, weight, bias):
-    """A norm, a gate and a residual: seven operations."""
+    """A norm, a gate and a residual."""
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
     return x + torch.sigmoid(normed + bias) * normed
 
@@ -425,7 +427,12 @@ class Slow(nn.Module):
 receipts.graphs_of(Slow)
 
 # %% [markdown]
-# Write the same block so that torch.compile makes one graph of it, once, for calls with any number of rows.
+# The first call gives two graphs, before and after the break. Each later call compiles the first part anew, and call 3, the
+# first to take the other branch, also the second.
+#
+# Write the same block so that torch.compile makes one graph of it, once, for calls with any number of rows. The check
+# compiles with `torch.compile(module, dynamic=True)`, so sizes are symbols from the first call. By default a second size
+# costs one more graph.
 
 
 # %%
@@ -536,7 +543,9 @@ receipts.programs(verdict)
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# - **A: missing mask.** With a width that BLOCK divides it is right. Behind the end lie other numbers, often zeros.
+# - **A: missing mask.** Its sums are right at every width, since it drops what it read too much. The last row reads past
+#   the end of the array, which on a GPU may be memory that belongs to nobody. Only `trace.outside` tells, and only if BLOCK
+#   does not divide the width.
 # - **B** is right: each program sums a row of its own, in float32.
 # - **C: race.** The interpreter runs programs one after the other, so its sums are right. On a GPU additions get lost, more
 #   often the more programs run. Only the trace tells.
@@ -560,10 +569,15 @@ receipts.where_it_loses(experiments.losing())
 # | here | elsewhere |
 # |---|---|
 # | a kernel, `@triton.jit` | the same; CUDA C++ where Triton's tiles do not fit; vendor libraries for plain products |
-# | `torch.compile(block)` | `torch.compile(model)`, vLLM compiles by default (`--enforce-eager` turns it off) |
-# | recorded sizes 1, 2, 4, 8, 16, 32 ... | vLLM `--cuda-graph-sizes`; SGLang `--cuda-graph-max-bs` |
-# | three tile sizes, measured | `@triton.autotune`, `torch.compile(mode="max-autotune")` |
-# | `trace.outside`, `trace.races` | `compute-sanitizer --tool memcheck`, `--tool racecheck` |
+# | `torch.compile(block)` | `torch.compile(model)`; vLLM 0.13 compiles by default (`--enforce-eager` turns it off) |
+# | recorded sizes 1, 2, 4, 8, 16, 32, 48 ... | vLLM 0.13 `--cudagraph-capture-sizes`, `--max-cudagraph-capture-size`; SGLang 0.5 `--cuda-graph-max-bs` |
+# | three tile sizes, measured on a GPU | `@triton.autotune`, `torch.compile(mode="max-autotune")` |
+# | `trace.outside` | `compute-sanitizer --tool memcheck` |
+# | `trace.races` | none: `racecheck` sees shared memory only. Run twice and compare bits; look for stores without `tl.atomic_*` |
+#
+# Sources: [vLLM's compilation settings](https://docs.vllm.ai/en/v0.13.0/api/vllm/config/compilation/) and
+# [the change of their flags](https://github.com/vllm-project/vllm/pull/26016), SGLANGSRC,
+# [Compute Sanitizer](https://docs.nvidia.com/compute-sanitizer/ComputeSanitizer).
 #
 # minillm's own kernels are in `minillm/model/elementwise_triton.py` (exercise 5), `minillm/model/paged/triton.py`
 # (exercise 6, with the keys split) and `minillm/serve/run/decode_graphs.py` (exercise 8):
@@ -585,7 +599,8 @@ print(inspect.getsource(DecodeGraphs._fill))
 # <details><summary>Answer</summary>
 #
 # An array is 134 MB. Two kernels move five of them, 671 MB, 0.20 ms at 3.35 TB/s; one kernel moves three, 0.12 ms. If b is a
-# row: four and two arrays, 0.16 and 0.08 ms. Arithmetic is a thousandth of what the card can do.
+# row: four and two arrays, 0.16 and 0.08 ms. Its 134 million operations in 0.12 ms are a sixtieth of
+# the 67 TFLOP/s in float32 that the card can do without tensor cores.
 # </details>
 #
 # **2. When is it not worth fusing?**
