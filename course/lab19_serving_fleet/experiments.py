@@ -86,12 +86,13 @@ def wait_for(fits: Callable[[], bool]) -> None:
 
 @dataclass(frozen=True)
 class AtRate:
-    """A server that takes one request at a time, at one rate. load: rate times service. wait: mean seconds in the
-    queue, measured. path: by Lindley's recursion from the arrivals that were sent and the services in any order.
+    """A server that takes one request at a time, at one rate. load: rate times service. service_s: on average; idle_s:
+    of the requests that found the server idle, on average (None if none did). wait: mean seconds in the queue, measured. path: by Lindley's recursion from the arrivals that were sent and the services in any order.
     formula: the long run's mean, by Pollaczek and Khinchine."""
 
     load: float
     service_s: float
+    idle_s: float | None
     cv: float
     wait: float
     path: float
@@ -109,8 +110,9 @@ def in_thread(coroutine) -> list:
 
 @cache
 @one_thread()
-def knee(loads: tuple[float, ...] = (0.4, 0.7, 0.9), count: int = 60) -> list[AtRate]:
-    """Over HTTP, with the draft model. loads: aimed at, by the time of requests sent one by one."""
+def knee(loads: tuple[float, ...] = (0.4, 0.65, 0.85), count: int = 60) -> list[AtRate]:
+    """Over HTTP, with the draft model. loads: aimed at, by the services of the run before, at first of one that is not
+    reported: under load a service is shorter than that of a request alone, which includes the way over HTTP."""
     plan = Plan(count, Lengths((16, 16), (8, 8)), seed=19)
     with served(max_num_seqs=1) as url:
 
@@ -119,7 +121,10 @@ def knee(loads: tuple[float, ...] = (0.4, 0.7, 0.9), count: int = 60) -> list[At
                 return await drive(plan.at(rate)[:requests], OverHttp(client, "draft"))
 
         alone = fmean(call.ended - call.begun for call in in_thread(sent(1e6, closed_loop, 20))[5:])
-        return [at_rate(in_thread(sent(load / alone))) for load in loads]
+        found = [at_rate(in_thread(sent(0.6 / alone)))]
+        for load in loads:
+            found.append(at_rate(in_thread(sent(load / found[-1].service_s))))
+        return found[1:]
 
 
 def at_rate(calls: list[Call]) -> AtRate:
@@ -133,9 +138,10 @@ def at_rate(calls: list[Call]) -> AtRate:
     load = rate * mean
     formula = queueing.mean_wait_any_service(rate, mean, cv) if load < 1 else float("inf")
     wait = fmean(begin - at for begin, at in zip(begun, due, strict=True))
+    idle = [each for each, begin, at in zip(services, begun, due, strict=True) if begin == at]
     orders = [random.Random(seed).sample(services, len(services)) for seed in range(100)]
     path = fmean(fmean(queueing.waits(gaps, order)) for order in orders)
-    return AtRate(load, mean, cv, wait, path, formula)
+    return AtRate(load, mean, fmean(idle) if idle else None, cv, wait, path, formula)
 
 
 # A stall, seen by two generators: simulated, in virtual time.

@@ -28,7 +28,8 @@
 # >
 # > - *"The average latency is fine."* Users meet the tail: a page that makes 20 calls meets the p99 of one of them in
 # >   18 % of its loads, $1 - 0.99^{20}$ ([Dean and Barroso 2013](https://research.google/pubs/the-tail-at-scale/)).
-# > - *"At 80 % utilization a fifth of the capacity is left."* At 80 % the mean wait is already two to four services.
+# > - *"At 80 % utilization a fifth of the capacity is left."* At 80 % the mean wait is already two services if all are
+# >   equal, and ten if their spread is 2.
 # > - *"Retries make a service reliable."* They multiply the load when there is least room for it
 # >   ([Bronson et al. 2021](https://sigops.org/s/conferences/hotos/2021/papers/hotos21-s11-bronson.pdf), metastable
 # >   failures).
@@ -96,8 +97,10 @@ receipts.pollaczek_khinchine()
 # The same on this machine: the draft model behind minillm's HTTP server, one request at a time, loaded by
 # `minillm.api.load` (`python -m minillm load`). *path* is the recursion of lab 21 for exactly the arrivals that were
 # sent, with the measured services in random order; the formula speaks of the long run, from which sixty requests may
-# be far. Whatever slows several services in a row, such as another program on this machine, makes the measured wait
-# longer than both: neither knows of bad minutes.
+# be far. Both take services to be independent of the queue, and here they are not. A request that finds the server idle
+# takes longer (*if idle before*), since its service includes the way over HTTP, which others have behind them when
+# their turn comes. In random order such long services hold up a queue as well, and *path* is too long. Whatever slows
+# several services in a row, such as another program on this machine, makes the measured wait longer than both.
 
 # %%
 measured.measured_knee()
@@ -167,8 +170,9 @@ TokenBucket = check("bucket-per-tenant", TokenBucket)
 
 # %% [markdown]
 # The number that `take` returns belongs into the `Retry-After` header of the 429. A bucket bounds what one tenant
-# sends; it does not bound what all of them send. For that a queue needs an end: with at most q places nobody waits
-# longer than about $q / \mu$, and the rest hears *no* at once (lab 21).
+# sends; it does not bound what all of them send. For that a queue needs an end. With q places, a request that takes the
+# last of them waits about $q / \mu$ on average, and up to twice that at p99 when services are as uneven as here. The
+# others hear *no* at once (lab 21): with $K = q + 1$ inside, a share $(1-\rho)\,\rho^K / (1-\rho^{K+1})$ of them.
 
 # %%
 receipts.admission()
@@ -443,19 +447,20 @@ diagnose = check("diagnose-a-fleet", diagnose)
 receipts.losses()
 
 # %% [markdown]
-# At low load every rule routes alike, and affinity only unbalances. A fair queue serves nobody sooner when all tenants
-# send alike. Prediction buys replicas that a smooth load would not have needed. And one large queue before all replicas
-# beats any routing, where requests can wait in the router; with a batch in each replica they mostly cannot.
+# At 30 % load two random choices are no better than taking turns, since both sometimes pick a busy replica although
+# others are idle. Only exact counts find the idle one. Looking ahead costs replicas: on the rise of exercise 6 it takes
+# 6.6 replica hours instead of 6.2. And one large queue before all replicas beats any routing, where requests can wait
+# in the router; with a batch in each replica they mostly cannot.
 #
 # ## The same in production
 #
 # | here | elsewhere |
 # |---|---|
-# | `python -m minillm route --policy two-choices` or `prefix-affinity` | `power_of_two` and `cache_aware` in SGLang's gateway v0.3 and in [vLLM's router](https://blog.vllm.ai/2025/12/13/vllm-router-release.html) v0.1, a fork of it; `cache_aware`, the default, takes the longest shared prefix, and the least loaded replica once the busiest has 64 requests more and 1.5 times as many ([source](https://docs.gpustack.ai/gpustack-operator/main/docs/modules/model-deployment/routing/)) |
+# | `python -m minillm route --policy two-choices` or `prefix-affinity` | `power_of_two` and `cache_aware` in SGLang's gateway v0.3 and in [vLLM's router](https://blog.vllm.ai/2025/12/13/vllm-router-release.html) v0.1, a fork of it; `cache_aware`, the default, takes the longest shared prefix if that is more than 0.3 of the prompt (`--cache-threshold`), else the replica with the smallest tree, and the least loaded one once the busiest has 64 requests more and 1.5 times as many ([GPUStack's description](https://docs.gpustack.ai/gpustack-operator/main/docs/modules/model-deployment/routing/)) |
 # | bound of the ring | `hash-balance-factor` of [HAProxy 2.8](https://docs.haproxy.org/2.8/configuration.html) |
-# | retry budget | [Envoy](https://www.envoyproxy.io/docs/envoy/latest/api-v3/config/cluster/v3/circuit_breaker.proto) `retry_budget`, 20 % by default |
+# | retry budget | [Envoy](https://www.envoyproxy.io/docs/envoy/v1.31.0/api-v3/config/cluster/v3/circuit_breaker.proto) 1.31's `retry_budget`, 20 % by default |
 # | `Reactive`, cool-down | [Kubernetes' HPA, autoscaling/v2](https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/): the same formula, `stabilizationWindowSeconds` 300, tolerance 10 % |
-# | `load`, an open loop | [vLLM's benchmark of a server](https://docs.vllm.ai/en/latest/cli/bench/serve.html), by request rate and burstiness; its limit of concurrency makes it a closed loop |
+# | `load`, an open loop | [vLLM 0.11's `bench serve`](https://docs.vllm.ai/en/v0.11.2/cli/bench/serve/), by request rate and burstiness; its limit of concurrency makes it a closed loop |
 #
 # ## On a cluster
 #
@@ -481,14 +486,15 @@ receipts.losses()
 # <details><summary>Answer</summary>
 #
 # One router with exact counts should. Several routers, or counts from a scrape, herd. Two random choices lose little
-# and cannot herd. And the number of requests is a poor measure of work when prompts differ 100-fold.
+# and hardly herd. And the number of requests is a poor measure of work when prompts differ 100-fold.
 # </details>
 #
 # **3. The service is overloaded by 10 %. What happens with and without a bounded queue?**
 # <details><summary>Answer</summary>
 #
-# Without: the queue grows by 10 % of arrivals for as long as it lasts, and soon all requests are late: 100 % fail their
-# limit. With: 9 % are refused at once, the others wait at most $q/\mu$.
+# Without: the queue grows by 9 % of arrivals for as long as it lasts, and soon all requests are late: 100 % fail their
+# limit. With: 9 % are refused at once, or somewhat more if q is small. The others wait at most about $q/\mu$ on
+# average.
 # </details>
 #
 # **4. On which metric do you scale?**
@@ -513,8 +519,9 @@ receipts.design()
 # %% [markdown]
 # <details><summary>D1 and D2: a worked answer</summary>
 #
-# D1: a replica serves 32 / 4 = 8 requests per second, so 25 replicas are the least. With 800 slots behind one queue
-# the wait is nearly nothing even at 95 % load (large pools need little slack): the table's Erlang C. Behind a
+# D1: a replica serves 32 / 4 = 8 requests per second, so 25 replicas are the least. Their 800 slots
+# would be 100 % busy. Behind one queue one more replica is enough (large pools need little slack): with 832 slots, 96 %
+# load, 18 % wait, and p99 is 0.36 s by the table's Erlang C. Behind a
 # router, with a queue in each replica, plan for 80 to 85 %: 30 replicas. The loss of one is then 3 %.
 #
 # D2: the rise is 0.2 requests per second in each second. Capacity follows it 240 s late (a minute to see it, 180 s to

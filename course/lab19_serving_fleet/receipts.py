@@ -48,7 +48,7 @@ def littles_law() -> Iterator[Row]:
         yield row(f"{rate} requests/s", law, inside, "", 0.03, kind="simulated")
 
 
-@titled("30,000 requests at one server, services of 1 s", open_rows=8)
+@titled("30,000 requests at one server, services of 1 s on average", open_rows=8)
 def pollaczek_khinchine() -> Iterator[Row]:
     """The event simulator beside the formula."""
     for load, cv in ((0.5, 1.0), (0.8, 0.0), (0.8, 1.0), (0.8, 2.0)):
@@ -74,15 +74,21 @@ def omission() -> Iterator[Row]:
         yield row("    p50, p99", None, (seconds(p50), seconds(p99)), kind="simulated")
 
 
-@titled("one server, services of 1 s, 20,000 requests", open_rows=6)
+@titled("one server, services of 1 s on average, spread 1, 20,000 requests", open_rows=6)
 def admission() -> Iterator[Row]:
-    """P94: a bounded queue bounds the wait to about q / μ, at the price of those it refuses."""
+    """P94: a bounded queue bounds the mean wait to about q / μ, at the price of those it refuses (M/M/1/K)."""
     for load, places in ((0.9, None), (0.9, 8), (1.3, None), (1.3, 8)):
         p99, refused = queues.bounded(load, places)
         name = f"load {load:.0%}, " + ("no bound" if places is None else f"at most {places} wait")
-        share = 1 - 1 / load if places and load > 1 else None
         yield row(f"{name}: p99 of the wait", None, p99, "s", kind="simulated")
-        yield row("    refused", share, refused, "", 0.15, kind="simulated")
+        if places is not None:
+            share = refused_share(load, places + 1)
+            yield row("    refused", share, refused, "", 0.1, kind="simulated")
+
+
+def refused_share(load: float, inside: int) -> float:
+    """Of M/M/1/K: the share of arrivals that find K = `inside` requests there. load: not 1."""
+    return (1 - load) * load**inside / (1 - load ** (inside + 1))
 
 
 def routing(two_choices: Callable | None = None) -> Table:
@@ -98,7 +104,7 @@ def routing(two_choices: Callable | None = None) -> Table:
         for name, make in rules.items()
     ]
     columns = ("rule", "counts exact", "up to 1 s old", "up to 4 s old")
-    return table("p99 of the wait, 10 replicas at 90 % load, services of 1 s: simulated", columns, lines)
+    return table("p99 of the wait, 10 replicas at 90 % load, services of 1 s on average, spread 1: simulated", columns, lines)
 
 
 @titled("10 replicas at 90 % load: p99 of the wait")
@@ -227,7 +233,7 @@ def losses() -> Table:
         central = queues.central(load)
         lines.append((f"{load:.0%}", *(seconds(queues.routed(rule, load)) for rule in rules), seconds(central)))
     columns = ("load", "round robin", "two choices", "least outstanding", "one queue for all")
-    return table("p99 of the wait, 10 replicas, services of 1 s: simulated", columns, lines)
+    return table("p99 of the wait, 10 replicas, services of 1 s on average, spread 1: simulated", columns, lines)
 
 
 def design() -> Table:

@@ -12,12 +12,13 @@ def measured_knee() -> Table:
         (
             f"{found.load:.0%}",
             seconds(found.service_s),
+            "—" if found.idle_s is None else seconds(found.idle_s),
             f"{found.cv:.2f}",
             *(seconds(value) for value in (found.wait, found.path, found.formula)),
         )
         for found in experiments.knee()
     ]
-    columns = ("load", "service", "spread", "mean wait: measured", "path", "long run, by formula")
+    columns = ("load", "service", "if idle before", "spread", "mean wait: measured", "path", "long run, by formula")
     return table("the draft model over HTTP, one request at a time, 60 at each rate", columns, lines)
 
 

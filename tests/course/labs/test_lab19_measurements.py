@@ -115,7 +115,7 @@ def test_waits_at_a_rate_are_read_from_ends_alone():
     arrivals = incidents.come([0.0, 1.0, 7.0], 4, 1)
     calls = [Call(arrival, arrival.at, end) for arrival, end in zip(arrivals, (2.0, 4.0, 9.0), strict=True)]
     found = experiments.at_rate(calls)
-    assert (found.service_s, found.cv) == (2.0, 0.0)
+    assert (found.service_s, found.idle_s, found.cv) == (2.0, 2.0, 0.0)
     assert found.wait == pytest.approx(1 / 3) == pytest.approx(found.path)
     assert found.load == pytest.approx(6 / 7) and math.isfinite(found.formula)
 
