@@ -201,7 +201,7 @@ class Api:
                         yield shape.last(index, sample.reason)
                     continue
                 if isinstance(item, BaseException):
-                    raise failure(str(item))
+                    raise failure(item)
                 index = place * each + item.sample
                 if shape.chat and index not in begun:
                     yield shape.first(index)

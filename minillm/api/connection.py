@@ -1,6 +1,7 @@
 """Between the engine's streams and a connection: what ends when a client goes away, and what a failure becomes."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -11,10 +12,11 @@ from starlette.requests import ClientDisconnect
 from minillm.api.answers import REASONS
 from minillm.api.limits import Admission, ApiError
 from minillm.api.metrics import Metrics
-from minillm.serve.async_engine import Stream
+from minillm.serve.async_engine import EngineStopped, Stream
 from minillm.serve.requests.output import Output
 
 Result = TypeVar("Result")
+log = logging.getLogger("uvicorn.error")
 UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies that would keep events back
 
 
@@ -100,7 +102,7 @@ async def drained(streams: list[Stream]) -> list[Output]:
             async for _ in stream:
                 pass
         except RuntimeError as error:
-            raise failure(str(error)) from error
+            raise failure(error) from error
         return stream.output
 
     return await asyncio.gather(*map(drain, streams))
@@ -129,8 +131,13 @@ def tokens_of(output: Output) -> int:
     return len(output.prompt) + sum(len(answer.tokens) for answer in output.answers)
 
 
-def failure(error: str) -> ApiError:
-    return ApiError(500, error, "server_error", code="engine_failure")
+def failure(error: RuntimeError) -> ApiError:
+    """Of a request: `engine_failure` if all others fail with it, which ejects this replica from a router. The client
+    does not get the error's words, which may name folders of this machine: they stand in the log."""
+    log.error("%s", error)
+    if isinstance(error, EngineStopped):
+        return ApiError(500, "the engine stopped; its log has more", "server_error", code="engine_failure")
+    return ApiError(500, "this request failed; the server's log has more", "server_error", code="request_failed")
 
 
 def check_ending(reason: str | None) -> None:
@@ -138,7 +145,8 @@ def check_ending(reason: str | None) -> None:
     if reason == "timeout":
         raise ApiError(504, "the request took longer than this server allows", "server_error", code="timeout")
     if reason not in REASONS:
-        raise failure(f"an answer was {reason or 'not ended'}")
+        what = f"an answer was {reason or 'not ended'}"
+        raise ApiError(500, what, "server_error", code="request_failed")
 
 
 def client_left() -> ApiError:

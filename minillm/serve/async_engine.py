@@ -35,6 +35,10 @@ class _Listener:
 News = tuple[_Listener, list[Delta | BaseException | None]]  # None or an exception: there will be no more
 
 
+class EngineStopped(RuntimeError):
+    """The engine takes no steps any more, which every request hears; others fail alone."""
+
+
 class AsyncLLM:
     """llm: of which this takes the steps; other threads may use it, too. Close it with `async with` or `aclose`."""
 
@@ -122,7 +126,7 @@ class AsyncLLM:
                 self._failure = f"stopped: {type(failure).__name__}: {failure}"
                 left = [*live, *self._arrived]
             self.llm.requests.cancelled.extend(listener.request for listener in left)
-            self._wake_loops([(listener, [RuntimeError(f"the engine {self._failure}")]) for listener in left])
+            self._wake_loops([(listener, [EngineStopped(f"the engine {self._failure}")]) for listener in left])
 
     def _deliver(self, listeners: list[_Listener]) -> list[_Listener]:
         """Tells listeners what is new; returns those for whom there may be more."""

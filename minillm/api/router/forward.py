@@ -21,7 +21,8 @@ from minillm.api.router.budget import RetryBudget
 from minillm.api.router.fleet import Fleet, Replica
 from minillm.api.router.metrics import RouterMetrics
 
-ELSEWHERE = {"draining", "overloaded", "engine_failure"}  # codes of errors that another replica may not have
+STOPS = {"draining", "engine_failure"}  # codes of errors of a replica that ends; it is ejected
+ELSEWHERE = STOPS | {"overloaded"}  # codes of errors that another replica may not have
 PASSED = ("content-type", "retry-after", "cache-control")  # headers of answers
 SENT = (b"content-type", b"authorization", b"accept")  # headers of requests
 
@@ -234,7 +235,7 @@ def check_elsewhere(replica: Replica, body: bytes, answer: Whole) -> None:
     """AttemptFailed if the body is an error that another replica may not have; one that stops gets nothing more."""
     code = error_code(body)
     if code in ELSEWHERE:
-        if code != "overloaded":
+        if code in STOPS:
             replica.eject()
         raise AttemptFailed(code, answer)
 
