@@ -116,7 +116,7 @@ def _stamps(files: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 def _ensure_server() -> None:
     resource_tracker.ensure_running()  # which the server's start does too, and which unblocks SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         ensure_running()
     finally:
