@@ -507,8 +507,8 @@ design.interview()
 # <details><summary>Answer</summary>
 #
 # Gradients, masters and moments of the frozen weights: with 18 bytes a parameter, 16 of them. With adapters in
-# every block, a third of the FLOPs at most: the gradients of frozen weights. Not the weights, hardly the activations: backward passes every layer above the first
-# adapter.
+# every block, a third of the FLOPs at most: the gradients of frozen weights. Not the weights, hardly the activations:
+# backward passes every layer above the first adapter.
 #
 # *Follow-up: and QLoRA?* The weights, from 16 bits to 4.127, for decoding each of them twice in a step.
 # </details>
@@ -576,8 +576,8 @@ design.design_tenants()
 # 1.3 ms away over PCIe at 64 GB/s. If every card serves all tenants, equally busy, 64 requests have 62 different adapters,
 # and a step takes 8.6 ms instead of 7.0; 62 merged models in turn would take 280 ms. Better send tenants to cards by a hash
 # of their name. Then a card has 250 of them with 21.0 GB of adapters: 119 stay, 131 wait in host memory, and 64 requests
-# have 57 different ones, 8.5 ms a step. A tenant with a fifth of the traffic gets a merged model on a card of its own. Limit different
-# adapters per step, and count quotas per tenant.
+# have 57 different ones, 8.5 ms a step. A tenant with a fifth of the traffic gets a merged model on a card of its own.
+# Limit different adapters per step, and count quotas per tenant.
 # </details>
 #
 # ### Capstone (open)

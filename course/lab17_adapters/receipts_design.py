@@ -42,5 +42,6 @@ def design_tenants() -> Table:
         found = formulas.tenancy(tenants=tenants, sequences=sequences)
         times = (seconds(each) for each in (found.base_step, found.step, found.merged))
         lines.append((f"{tenants:,}", sequences, f"{found.different:.1f}", *times))
-    columns = ("tenants of a card", "requests in a step", "different adapters", "base alone", "with adapters", "merged models in turn")
+    times = ("base alone", "with adapters", "merged models in turn")
+    columns = ("tenants of a card", "requests in a step", "different adapters", *times)
     return table("D2: Llama 3 8B on one H100, contexts of 1,024, a decode step by formula", columns, lines)

@@ -87,8 +87,9 @@ def wait_for(fits: Callable[[], bool]) -> None:
 @dataclass(frozen=True)
 class AtRate:
     """A server that takes one request at a time, at one rate. load: rate times service. service_s: on average; idle_s:
-    of the requests that found the server idle, on average (None if none did). wait: mean seconds in the queue, measured. path: by Lindley's recursion from the arrivals that were sent and the services in any order.
-    formula: the long run's mean, by Pollaczek and Khinchine."""
+    of the requests that found the server idle, on average (None if none did). wait: mean seconds in the queue,
+    measured. path: by Lindley's recursion from the arrivals that were sent and the services in any order. formula: the
+    long run's mean, by Pollaczek and Khinchine."""
 
     load: float
     service_s: float

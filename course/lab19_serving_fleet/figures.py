@@ -90,7 +90,8 @@ def _routing() -> tuple[Figure, dict[str, Any]]:
         axes.plot(STALE, numbers[name], color=drawn.color, marker=drawn.marker, linestyle=drawn.linestyle, label=name)
     axes.set(xlabel="counts are up to so old (s)", ylabel="p99 of the wait (s)", ylim=(0, None))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    headline(axes, "Two choices need no fresh counts", "Simulated: 10 replicas at 90 % load, services of 1 s on average, spread 1")
+    setting = "10 replicas at 90 % load, services of 1 s on average, spread 1"
+    headline(axes, "Two choices need no fresh counts", f"Simulated: {setting}")
     return figure, numbers
 
 

@@ -104,7 +104,8 @@ def routing(two_choices: Callable | None = None) -> Table:
         for name, make in rules.items()
     ]
     columns = ("rule", "counts exact", "up to 1 s old", "up to 4 s old")
-    return table("p99 of the wait, 10 replicas at 90 % load, services of 1 s on average, spread 1: simulated", columns, lines)
+    title = "p99 of the wait, 10 replicas at 90 % load, services of 1 s on average, spread 1: simulated"
+    return table(title, columns, lines)
 
 
 @titled("10 replicas at 90 % load: p99 of the wait")

@@ -12,8 +12,8 @@
 # **Every silent bug leaves a trace: the art is to order the measurement that shows it.**
 # Stands on labs 03 to 15 (what the exhibits break).
 #
-# Each exhibit is a bug that shipped in a known project, planted in minillm's own code for one run. The run raises no error
-# and its loss falls. You get the symptom, order measurements for minutes, name the culprit, repair the code, and read how an
+# Most exhibits are bugs that shipped in a known project, planted in minillm's own code for one run; in two nothing is
+# wrong, and you have to say so. All but one raise no error, and where there is a loss, it usually falls. You get the symptom, order measurements for minutes, name the culprit, repair the code, and read how an
 # experienced engineer went about it. About three hours with four exercises; running the notebook from top to bottom takes
 # less than a minute. At the end you can answer:
 #
@@ -40,8 +40,8 @@ from minillm.predict.training.adapters import Adapters
 # %% [markdown]
 # ## 0 Predict
 #
-# A loss is too large by a factor of 4, in every microbatch and every step, and AdamW trains the model. By which factor is the
-# loss of the last step wrong, and by which the gradient norm? Write your guesses before you go on.
+# The loss on which `backward` is called is too large by a factor of 4 in every step; the log shows the right one. AdamW
+# trains the model. By which factor is the *logged* loss of the last step wrong, and by which the gradient norm? Write your guesses before you go on.
 
 # %%
 guess_of_loss, guess_of_norm = 1.0, 1.0

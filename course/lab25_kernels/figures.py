@@ -29,7 +29,8 @@ def ladder() -> Figure:
     axes.grid(False)
     axes.set(xscale="log", xlabel="TB/s of one GPU", xlim=(0.02, 9000))
     log_ticks(axes.xaxis)
-    headline(axes, "Between two kernels numbers go down to HBM", "One H100, by data sheet, caches by bytes a clock; blue: on the card")
+    sources = "One H100, by data sheet, caches by bytes a clock; blue: on the card"
+    headline(axes, "Between two kernels numbers go down to HBM", sources)
     return figure
 
 

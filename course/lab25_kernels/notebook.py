@@ -576,7 +576,8 @@ receipts.where_it_loses(experiments.losing())
 # | `trace.races` | none: `racecheck` sees shared memory only. Run twice and compare bits; look for stores without `tl.atomic_*` |
 #
 # Sources: [vLLM's compilation settings](https://docs.vllm.ai/en/v0.13.0/api/vllm/config/compilation/) and
-# [the change of their flags](https://github.com/vllm-project/vllm/pull/26016), SGLANGSRC,
+# [the change of their flags](https://github.com/vllm-project/vllm/pull/26016),
+# [SGLang's server arguments](https://docs.sglang.ai/advanced_features/server_arguments.html),
 # [Compute Sanitizer](https://docs.nvidia.com/compute-sanitizer/ComputeSanitizer).
 #
 # minillm's own kernels are in `minillm/model/elementwise_triton.py` (exercise 5), `minillm/model/paged/triton.py`
