@@ -38,13 +38,15 @@ def command(
     from minillm.api.autoscale.policies import Predictive, Reactive
     from minillm.api.autoscale.processes import ProcessFleet
     from minillm.api.router.fleet import checked_url
-    from minillm.api.router.processes import Processes
+    from minillm.api.router.processes import CHOSEN_HERE, Processes
 
     scaling = Scaling(least, most, interval, cool_down)
     if policy not in ("reactive", "predictive"):
         raise ValueError(f"--policy {policy} is unknown: use reactive or predictive")
     if policy == "predictive" and capacity is None:
         raise ValueError("--policy predictive needs --capacity: requests per second that a replica serves (see load)")
+    if own := [each for each in serve_options or [] if each.partition("=")[0] in CHOSEN_HERE]:
+        raise ValueError(f"{own[0]} is chosen by autoscale: leave it out")
     if serve_options and not serve_options[0].startswith("-"):
         raise ValueError(f"{serve_options[0]!r} is no option of serve: write those for replicas behind --")
     chosen = Reactive(target) if policy == "reactive" else Predictive(capacity, ahead_s=ahead)

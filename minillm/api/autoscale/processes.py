@@ -120,16 +120,17 @@ class ProcessFleet:
 
     async def _resize(self, count: int) -> None:
         own = {each.url for each in self._serving}
-        others = sum(each["url"] not in own and each["state"] != "draining" for each in await self._replicas())
+        others = sum(
+            each["url"] not in own and each["state"] not in ("draining", "ejected") for each in await self._replicas()
+        )
         self._want = max(0, count - others)
         await self._balance()
 
     async def _balance(self) -> None:
         async with self._balancing:
+            await self._drop_dead()
             while len(self._serving) < self._want and self._pool:
-                process = self._pool.popleft()
-                self._serving.append(process)
-                await self._client.post(f"{self.router}/replicas", json={"url": process.url}, headers=self._headers)
+                await self._hand_over(self._pool.popleft())
             while len(self._serving) > self._want:
                 self._spawn(self._retire(self._serving.pop()))
             while len(self._pool) > self.pool_size:
@@ -138,6 +139,30 @@ class ProcessFleet:
             for _ in range(missing):
                 self._starting += 1
                 self._spawn(self._start())
+
+    async def _drop_dead(self) -> None:
+        """Forgets replicas whose process has ended, here and at the router."""
+        for process in [each for each in self._serving if each.process.returncode is not None]:
+            self._serving.remove(process)
+            with suppress(httpx.HTTPError):
+                await self._client.delete(
+                    f"{self.router}/replicas", params={"url": process.url, "wait_s": 0}, headers=self._headers
+                )
+        for process in [each for each in self._pool if each.process.returncode is not None]:
+            self._pool.remove(process)
+
+    async def _hand_over(self, process: ReplicaProcess) -> None:
+        """Tells the router of a replica that is ready. RuntimeError if it does not take it, which then ends."""
+        try:
+            answer = await self._client.post(
+                f"{self.router}/replicas", json={"url": process.url}, headers=self._headers
+            )
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            await self.processes.stop(process)
+            self.failure = f"the router {self.router} takes no replica ({error or type(error).__name__})"
+            raise RuntimeError(self.failure) from None
+        self._serving.append(process)
 
     async def _start(self) -> None:
         try:

@@ -129,7 +129,13 @@ class Router:
         try:
             body = await body_of(request, self.limits.body_s)
             key = await self._key(opened.tenant, body)
-            answer = await while_connected(request, self.forwarder.send(asked_by(request, body, key)))
+            async with asyncio.timeout(self.limits.timeout_s):
+                answer = await while_connected(request, self.forwarder.send(asked_by(request, body, key)))
+        except TimeoutError:
+            opened.status = "504"
+            opened.end()
+            what = "no replica answered within this router's --timeout"
+            raise ApiError(504, what, "server_error", code="timeout") from None
         except ApiError as error:
             opened.status = str(error.status)
             opened.end()
@@ -166,7 +172,12 @@ class Router:
 
 
 def asked_by(request: Request, body: bytes = b"", key: bytes = b"") -> Asked:
-    headers = [(name, value) for name, value in request.headers.raw if name in SENT]
+    """What a replica is sent. Not the operator's key, which is this router's own. ApiError 404 for a path with segments
+    that would lead elsewhere there."""
+    own_key = (b"authorization",) if request.state.tenant == OPERATOR else ()
+    headers = [(name, value) for name, value in request.headers.raw if name in SENT and name not in own_key]
+    if any(part in (".", "..") for part in request.scope["path"].split("/")):
+        raise ApiError(404, "a path with . or .. leads nowhere here", code="not_found")
     query = request.scope["query_string"]
     path = request.scope["raw_path"] + (b"?" + query if query else b"")
     return Asked(request.method, path.decode("latin-1"), headers, body, request.state.id, key)

@@ -126,6 +126,9 @@ class Spawned:
         del self.running[process.url]
         was_ready = self.fleet.of(process.url).health.seen
         self.fleet.remove(process.url)
+        if status == 2 and not was_ready:  # it has refused its options, and so will the next one
+            self.on_failure(process.log[-1] if process.log else "a replica refuses its options")
+            return
         self._failures = 0 if was_ready else self._failures + 1
         log.error("the replica %s ended with status %s: another one starts", process.url, status)
         self._changed.set()
@@ -135,7 +138,8 @@ class Spawned:
         try:
             await self.fleet.drain(process.url, self.drain_s)
         finally:
-            self.fleet.remove(process.url)
+            if process.url in self.fleet.replicas:  # else an operator has taken it out meanwhile
+                self.fleet.remove(process.url)
             await self.processes.stop(process)
 
     def _ready(self) -> list[str]:

@@ -24,12 +24,13 @@ class Scripted:
     """In place of `Processes`: hands out servers of this process, each once."""
 
     def __init__(self, made):
-        self.left, self.stopped, self.fails = list(made), [], None
+        self.left, self.started, self.stopped, self.fails = list(made), [], [], None
 
     async def start(self):
         if self.fails:
             raise ValueError(self.fails)
         process = SimpleNamespace(returncode=None)
+        self.started.append(process)
         return SimpleNamespace(url=self.left.pop(0).url, started=time.monotonic(), process=process)
 
     async def stop(self, replica):
@@ -63,6 +64,21 @@ def test_it_grows_takes_from_the_pool_first_and_shrinks(five):
         finally:
             fleet.close()
         assert sorted(processes.stopped) == sorted([five[1].url, five[2].url])
+
+
+def test_a_replica_that_died_is_replaced(five):
+    base, processes = five[0], Scripted(five[1:])
+    with routed([base.url]) as router:
+        fleet = ProcessFleet(router.url, processes)
+        try:
+            fleet.resize(2)
+            until(lambda: fleet.observe().ready == 2, "no replica serves")
+            processes.started[0].returncode = -9
+            fleet.resize(2)
+            until(lambda: five[2].url in router.router.fleet.replicas, "no other one starts")
+            assert five[1].url not in router.router.fleet.replicas
+        finally:
+            fleet.close()
 
 
 def test_a_replica_ends_only_when_its_requests_have(five):

@@ -94,6 +94,39 @@ def test_an_answer_that_another_replica_would_give_too_comes_through(status):
         assert served(made) == [1, 0]
 
 
+def test_a_request_that_fails_alone_ejects_no_replica():
+    failed = failing("request_failed", "500 Internal Server Error")
+    with replicas(failed, stream(2)) as made, routed([each.url for each in made]) as found:
+        assert post(found).json()["error"]["code"] == "request_failed"
+        assert [found.state(each.url) for each in made] == ["ready", "ready"] and served(made) == [1, 0]
+
+
+def test_a_replica_that_says_nothing_is_given_up_after_the_timeout():
+    with replicas(silent()) as made, routed([made[0].url], Limits(timeout_s=0.3)) as found:
+        answer = post(found, stream=False)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+
+
+@pytest.mark.parametrize("path", ["/v1/models/../../admin", "/v1/models/%2e%2e/%2e%2e/admin", "/v1/models/./x"])
+def test_no_path_leads_out_of_the_interface(path):
+    with replicas(whole(ANSWER)) as made, routed([made[0].url]) as found:
+        address = httpx.URL(found.url)
+        with socket.create_connection((address.host, address.port)) as line:
+            head = f"host: 127.0.0.1:{address.port}\r\nconnection: close"
+            line.sendall(f"GET {path} HTTP/1.1\r\n{head}\r\n\r\n".encode())
+            assert b" 404 " in line.makefile("rb").readline()
+        assert served(made) == [0]
+
+
+def test_the_operators_key_is_not_sent_on():
+    keys = Keys({"ada": "secret-of-ada", "operator": "secret-of-operator"})
+    with replicas(whole(ANSWER), whole(ANSWER)) as made, routed([each.url for each in made], keys=keys) as found:
+        assert post(found, headers={"authorization": "Bearer secret-of-operator"}).json() == ANSWER
+        assert post(found, headers={"authorization": "Bearer secret-of-ada"}).json() == ANSWER
+        heads = [each.asked[0][0].lower() for each in made]
+        assert "authorization" not in heads[0] and "authorization: bearer secret-of-ada\r\n" in heads[1]
+
+
 def test_a_dead_replica_is_ejected_and_returns():
     with replicas(stream(2), stream(2)) as made, routed([each.url for each in made]) as found:
         made[0].ready = False
