@@ -39,8 +39,8 @@ TRAINING = (
 SERVING = ("naive loop", "distribution", "receipts", "empty at the end", "errors")
 # Checks that notice nothing here, with the reason.
 SILENT = {
-    "NCCL's rules": "They are about order, waiting and threads; every fault for which they were run keeps all three, and "
-    "is wrong in a value. `tests/engine/node/planted.py` has faults that break them.",
+    "NCCL's rules": "They are about order, waiting and threads; every fault for which they were run keeps all three "
+    "and is wrong in a value. `tests/engine/node/planted.py` has faults that break them.",
     "errors": "A silent bug is one that raises nothing.",
 }
 SEED, LOG_STEPS = 11, 3
