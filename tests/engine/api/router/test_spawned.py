@@ -139,8 +139,7 @@ def test_a_fleet_under_a_crowd_a_kill_a_restart_and_its_end():
         victim = route.replicas()[0]
 
         def kill():
-            until(lambda: values(victim, "minillm_running_sequences") > 3)
-            until(lambda: values(victim, "minillm_waiting_requests") > 3)
+            until(lambda: values(victim, "minillm_running_sequences") > 0, "the victim computes nothing")
             route.process_of(victim).kill()
 
         endings = crowd(route.url, 200, kill, seed=2)
