@@ -99,7 +99,7 @@ receipts.pollaczek_khinchine()
 # sent, with the measured services in random order; the formula speaks of the long run, from which sixty requests may
 # be far. Both take services to be independent of the queue, and here they are not. A request that finds the server idle
 # takes longer (*if idle before*), since its service includes the way over HTTP, which others have behind them when
-# their turn comes. In random order such long services hold up a queue as well, and *path* is too long. Whatever slows
+# their turn comes. In random order such long services hold up a queue as well, which makes *path* longer. Whatever slows
 # several services in a row, such as another program on this machine, makes the measured wait longer than both.
 
 # %%

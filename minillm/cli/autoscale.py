@@ -46,7 +46,7 @@ def command(
     if policy == "predictive" and capacity is None:
         raise ValueError("--policy predictive needs --capacity: requests per second that a replica serves (see load)")
     if own := [each for each in serve_options or [] if each.partition("=")[0] in CHOSEN_HERE]:
-        raise ValueError(f"{own[0]} is chosen by autoscale: leave it out")
+        raise ValueError(f"{own[0].partition('=')[0]} is chosen by autoscale: leave it out")
     if serve_options and not serve_options[0].startswith("-"):
         raise ValueError(f"{serve_options[0]!r} is no option of serve: write those for replicas behind --")
     chosen = Reactive(target) if policy == "reactive" else Predictive(capacity, ahead_s=ahead)

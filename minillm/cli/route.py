@@ -78,7 +78,7 @@ def command(
     if spawn is None and given:
         raise ValueError(f"{' '.join(given)}: options of serve are only for --spawn")
     if own := [each for each in given if each.partition("=")[0] in CHOSEN_HERE]:
-        raise ValueError(f"{own[0]} is chosen by the router: leave it out")
+        raise ValueError(f"{own[0].partition('=')[0]} is chosen by the router: leave it out")
     secret = {} if api_key is None else {"MINILLM_API_KEY": api_key}  # not on a command line, which others can read
     file = [] if api_keys is None else [f"--api-keys={api_keys}"]
     processes = Processes([*given, *file], secret, max(1, (os.cpu_count() or 1) // (spawn or 1)))

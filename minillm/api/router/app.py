@@ -21,7 +21,7 @@ from minillm.api.errors import answer_errors
 from minillm.api.limits import Admission, ApiError, Keys, Limits
 from minillm.api.router.budget import RetryBudget
 from minillm.api.router.fleet import Fleet
-from minillm.api.router.forward import SENT, Asked, Forwarder, Passing
+from minillm.api.router.forward import SENT, Asked, Forwarder, Passing, Whole
 from minillm.api.router.metrics import RouterMetrics
 from minillm.api.router.policies import POLICIES
 from minillm.api.router.prefix import prefix_key
@@ -129,8 +129,7 @@ class Router:
         try:
             body = await body_of(request, self.limits.body_s)
             key = await self._key(opened.tenant, body)
-            async with asyncio.timeout(self.limits.timeout_s):
-                answer = await while_connected(request, self.forwarder.send(asked_by(request, body, key)))
+            answer = await while_connected(request, self._sent_on(asked_by(request, body, key)))
         except TimeoutError:
             opened.status = "504"
             opened.end()
@@ -153,6 +152,10 @@ class Router:
         opened.end()
         return Response(answer.body, answer.status, answer.headers)
 
+    async def _sent_on(self, asked: Asked) -> Passing | Whole:
+        async with asyncio.timeout(self.limits.timeout_s):
+            return await self.forwarder.send(asked)
+
     async def _key(self, tenant: str, body: bytes) -> bytes:
         if not self.fleet.policy.uses_key:
             return b""
@@ -174,7 +177,8 @@ class Router:
 def asked_by(request: Request, body: bytes = b"", key: bytes = b"") -> Asked:
     """What a replica is sent. Not the operator's key, which is this router's own. ApiError 404 for a path with segments
     that would lead elsewhere there."""
-    own_key = (b"authorization",) if request.state.tenant == OPERATOR else ()
+    is_operators = getattr(request.state, "tenant", OPERATOR) == OPERATOR  # open paths have no tenant
+    own_key = (b"authorization",) if is_operators else ()
     headers = [(name, value) for name, value in request.headers.raw if name in SENT and name not in own_key]
     if any(part in (".", "..") for part in request.scope["path"].split("/")):
         raise ApiError(404, "a path with . or .. leads nowhere here", code="not_found")

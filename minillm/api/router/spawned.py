@@ -126,7 +126,7 @@ class Spawned:
         del self.running[process.url]
         was_ready = self.fleet.of(process.url).health.seen
         self.fleet.remove(process.url)
-        if status == 2 and not was_ready:  # it has refused its options, and so will the next one
+        if status == 2 and not was_ready and not self._ready():  # it has refused its options, and so will the next one
             self.on_failure(process.log[-1] if process.log else "a replica refuses its options")
             return
         self._failures = 0 if was_ready else self._failures + 1

@@ -118,6 +118,12 @@ def test_no_path_leads_out_of_the_interface(path):
         assert served(made) == [0]
 
 
+@pytest.mark.parametrize("keys", [Keys({}), Keys({"ada": "secret-of-ada"})])
+def test_the_page_comes_from_a_replica_with_keys_and_without(keys):
+    with replicas(whole(ANSWER)) as made, routed([made[0].url], keys=keys) as found:
+        assert CLIENT.get(f"{found.url}/").status_code == 200
+
+
 def test_the_operators_key_is_not_sent_on():
     keys = Keys({"ada": "secret-of-ada", "operator": "secret-of-operator"})
     with replicas(whole(ANSWER), whole(ANSWER)) as made, routed([each.url for each in made], keys=keys) as found:
