@@ -137,9 +137,10 @@ def test_a_fleet_under_a_crowd_a_kill_a_restart_and_its_end():
         route.idle()
 
         victim = route.replicas()[0]
+        first_tokens = values(victim, "minillm_ttft_seconds_count")
 
         def kill():
-            until(lambda: values(victim, "minillm_running_sequences") > 0, "the victim computes nothing")
+            until(lambda: values(victim, "minillm_ttft_seconds_count") > first_tokens, "the victim has no first token")
             route.process_of(victim).kill()
 
         endings = crowd(route.url, 200, kill, seed=2)
