@@ -15,8 +15,8 @@ CONTEXT_NOT_REDUCED = Exhibit(
     threads=("https://github.com/ByteDance-Seed/VeOmni/issues/1115",),
     symptom=(
         "Context parallelism over two ranks, so that a document fits; there is no data parallelism yet. The loss is "
-        "right "
-        "in the first step and falls. As soon as a second replica is added, the same settings train noticeably better."
+        "right in the first step and falls. As soon as a second replica is added, the same settings train noticeably "
+        "better."
     ),
     faults=(Patch(HYBRID + "wrap", {"self.averaged_over > 1": "self.layout.dp > 1"}),),
     run=Run(Scene(ParallelConfig(cp=2))),
@@ -53,8 +53,7 @@ CONTEXT_NOT_REDUCED = Exhibit(
         WrongFix(
             "over dp",
             "Now the model is wrapped, over the ranks of dp, of which there is one. Whoever sees other tokens belongs "
-            "to "
-            "the average: dp times cp.",
+            "to the average: dp times cp.",
             (
                 {
                     "wrap(model, self.groups.replicas)": (
@@ -73,10 +72,9 @@ CONTEXT_NOT_REDUCED = Exhibit(
     investigation=(
         Clue(
             "ledger",
-            "Messages of the ring, and one sum of the loss: no all-reduce of the model's size. Nothing that a gradient "
-            "could travel with. This halves the space in one step: the question is no longer what is reduced wrongly "
-            "but "
-            "why nothing is.",
+            "Messages of the ring, and one sum of the loss: no all-reduce of the model's size. Nothing that a "
+            "gradient could travel with. This halves the space in one step: the question is no longer what is reduced "
+            "wrongly but why nothing is.",
         ),
         Clue(
             "replica-check",
@@ -86,8 +84,7 @@ CONTEXT_NOT_REDUCED = Exhibit(
     misleading=Clue(
         "losses",
         "The loss is summed over both ranks, so it is that of the whole sequence, and both ranks learn something "
-        "useful. "
-        "A curve that falls is no evidence.",
+        "useful. A curve that falls is no evidence.",
     ),
     lesson=(
         "An axis of size 1 is a corner of its own. The ranks that average gradients are those that see other tokens, "
@@ -109,8 +106,7 @@ MEAN_OF_MEANS = Exhibit(
     symptom=(
         "Sequences of 13 tokens over two context-parallel ranks, padded to 16. The logged loss is right in the first "
         "step. With 16 tokens the layout agrees with one process in every digit; with 13 it is a little worse, for "
-        "which "
-        "padding is blamed."
+        "which padding is blamed."
     ),
     faults=(
         Patch(
@@ -154,9 +150,8 @@ MEAN_OF_MEANS = Exhibit(
         ),
         WrongFix(
             "all tokens, averaged once more",
-            "The divisor is the tokens of all ranks now, and the average over ranks divides once more: the gradient is "
-            "too "
-            "small by the number of ranks.",
+            "The divisor is the tokens of all ranks now, and the average over ranks divides once more: the gradient "
+            "is too small by the number of ranks.",
             ({TAKEN: "nll, own = module", DIVIDED: "loss = nll / self.sum(own)"},),
         ),
     ),
@@ -169,8 +164,7 @@ MEAN_OF_MEANS = Exhibit(
         Clue(
             "gradients",
             "Every parameter is off by another share: a different mixture of the same two ranks' gradients. With 16 "
-            "tokens "
-            "it vanishes, so the mixture depends on how many tokens each rank has.",
+            "tokens it vanishes, so the mixture depends on how many tokens each rank has.",
         ),
     ),
     misleading=Clue(
@@ -180,8 +174,7 @@ MEAN_OF_MEANS = Exhibit(
     ),
     lesson=(
         "The mean over tokens is no mean of means. Divide by the tokens of the whole step over the number of ranks "
-        "that "
-        "average, and test with unequal numbers."
+        "that average, and test with unequal numbers."
     ),
     proof=oracle([ParallelConfig(cp=2), ParallelConfig(dp=2)], case="unequal"),
 )
@@ -196,8 +189,7 @@ STALE_BLOCK = Exhibit(
     symptom=(
         "Ring attention over two ranks. Its output agrees with full attention to the last bit that float32 has, and a "
         "test says so. The loss falls. Fine-tuning a model on long documents gives results that nobody can reproduce "
-        "with "
-        "full attention."
+        "with full attention."
     ),
     faults=(Patch(RING, {BLOCK: "attention.backward(q, k, v, lse"}),),
     run=Run(Scene(ParallelConfig(cp=2))),
@@ -233,16 +225,14 @@ STALE_BLOCK = Exhibit(
     wrong_fixes=(
         WrongFix(
             "own block only",
-            "Skipping the other ranks' blocks removes the wrong numbers and the right ones with them: queries attended "
-            "to "
-            "those keys, and both need their gradients.",
+            "Skipping the other ranks' blocks removes the wrong numbers and the right ones with them: queries "
+            "attended to those keys, and both need their gradients.",
             ({"if attention.is_seen:": "if attention.is_seen and source == rank:"},),
         ),
         WrongFix(
             "own mask for own block",
             "Mask and block fit together now, and both are this rank's own, in every step: its own keys count N times "
-            "and "
-            "the others never.",
+            "and the others never.",
             (
                 {
                     BLOCK: "attention.backward(q, k, v, lse",
@@ -260,20 +250,18 @@ STALE_BLOCK = Exhibit(
         Clue(
             "gradients",
             "The head, the last norm and the last MLP are right, queries and keys are wrong by a large share: the "
-            "error "
-            "enters in the backward of attention. Since the forward pass is right, it is in what the backward reads.",
+            "error enters in the backward of attention. Since the forward pass is right, it is in what the backward "
+            "reads.",
         ),
     ),
     misleading=Clue(
         "gradient-norms",
         "It agrees to four digits. At the start attention is nearly uniform and gradients of queries and keys are "
-        "small, "
-        "so they hardly count in the norm.",
+        "small, so they hardly count in the norm.",
     ),
     lesson=(
-        "A test of the output tests half of an autograd function. Compare gradients of all inputs with full attention, "
-        "in "
-        "float64, at sizes at which every rank has several blocks."
+        "A test of the output tests half of an autograd function. Compare gradients of all inputs with full "
+        "attention, in float64, at sizes at which every rank has several blocks."
     ),
     proof=oracle([ParallelConfig(cp=2), ParallelConfig(cp=4)]),
     budget=45,

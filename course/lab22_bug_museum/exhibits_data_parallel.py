@@ -65,15 +65,13 @@ PARAMETERS_AVERAGED = Exhibit(
         WrongFix(
             "both",
             "Averaging gradients is right, and the parameters must not be touched at all: their sum doubles every "
-            "weight "
-            "in each step.",
+            "weight in each step.",
             ({AVERAGE: AFTER},),
         ),
         WrongFix(
             "summed",
             "These are the gradients, but their sum. The loss of each rank is divided as for an average, so the "
-            "gradient "
-            "is now too large by the number of replicas.",
+            "gradient is now too large by the number of replicas.",
             ({AVERAGE: 'return self.group.all_reduce(flat, "sum", async_op=True)'},),
         ),
         WrongFix(
@@ -135,9 +133,8 @@ TWO_REPLICAS_ONE_RUN = Exhibit(
     ),
     symptom=(
         "Two replicas, the loss falls, and the replica check that runs every hundred steps has never said a word. "
-        "Tokens "
-        "per second have doubled. Yet per step the loss falls no faster than it did with one GPU and half the batch. "
-        "This exhibit has two culprits that hide each other: name both, and repair both."
+        "Tokens per second have doubled. Yet per step the loss falls no faster than it did with one GPU and half the "
+        "batch. This exhibit has two culprits that hide each other: name both, and repair both."
     ),
     faults=(SAME_WINDOWS, NEVER_SYNCHRONISED),
     run=Run(Scene(ParallelConfig(dp=2))),
@@ -174,8 +171,7 @@ TWO_REPLICAS_ONE_RUN = Exhibit(
         WrongFix(
             "the sampler alone",
             "Now the ranks read different windows and still send nothing, so the replicas drift apart: the second bug "
-            "was "
-            "hidden by the first.",
+            "was hidden by the first.",
             ({}, None),
         ),
         WrongFix(
@@ -186,8 +182,7 @@ TWO_REPLICAS_ONE_RUN = Exhibit(
         WrongFix(
             "blocks of windows",
             "The stream is dealt out like cards, so rank r starts at window r. Starting at r · batch_size makes the "
-            "ranks "
-            "overlap, and windows are read twice.",
+            "ranks overlap, and windows are read twice.",
             ({"position + self.rank + self": "position + self.rank * self.batch_size + self"}, {}),
         ),
     ),
@@ -195,8 +190,7 @@ TWO_REPLICAS_ONE_RUN = Exhibit(
         Clue(
             "ledger",
             "No all-reduce of the model's size: gradients do not meet. That is the first culprit, and it poses a "
-            "riddle, "
-            "since replicas that do not meet have to drift, and these do not.",
+            "riddle, since replicas that do not meet have to drift, and these do not.",
         ),
         Clue(
             "windows",
@@ -211,8 +205,7 @@ TWO_REPLICAS_ONE_RUN = Exhibit(
     ),
     lesson=(
         "Two bugs can satisfy the very check that finds either. After a repair, look at the trace again before you "
-        "close "
-        "the issue, and test data and reduction each on its own."
+        "close the issue, and test data and reduction each on its own."
     ),
     proof=oracle(
         [
@@ -233,9 +226,8 @@ EXPERTS_DOUBLED = Exhibit(
     ),
     symptom=(
         "A mixture of experts is moved to expert parallelism over two ranks. Loss and throughput are what was hoped "
-        "for. "
-        "Weeks later an ablation finds that experts want half the learning rate of everything else, and a paper is "
-        "begun."
+        "for. Weeks later an ablation finds that experts want half the learning rate of everything else, and a paper "
+        "is begun."
     ),
     faults=(Patch(REDUCE, {"flat.div_(self.group.world_size)": "flat.div_(own.world_size)"}),),
     run=Run(Scene(ParallelConfig(dp=2, ep=2), model=seen.EXPERTS)),
@@ -268,8 +260,7 @@ EXPERTS_DOUBLED = Exhibit(
         WrongFix(
             "over all ranks",
             "Ranks of one expert group hold different experts. Reducing over all ranks adds the gradients of experts "
-            "that "
-            "have nothing to do with each other.",
+            "that have nothing to do with each other.",
             ({"own.all_reduce(flat": "self.group.all_reduce(flat"},),
         ),
         WrongFix(
@@ -288,8 +279,7 @@ EXPERTS_DOUBLED = Exhibit(
         Clue(
             "gradients",
             "Router, attention and embedding are right, and every expert's gradient is 2.0 times one process's. A "
-            "clean "
-            "factor for one class of parameters points at how that class is reduced. Two is the number of ranks.",
+            "clean factor for one class of parameters points at how that class is reduced. Two is the number of ranks.",
         ),
     ),
     misleading=Clue(
@@ -299,8 +289,7 @@ EXPERTS_DOUBLED = Exhibit(
     ),
     lesson=(
         "A gradient is divided by the number of ranks whose tokens it has seen, however few of them hold the "
-        "parameter. "
-        "Compare gradients by name, since a norm adds them all up."
+        "parameter. Compare gradients by name, since a norm adds them all up."
     ),
     proof=oracle([ParallelConfig(dp=4, ep=2)]),
     budget=45,

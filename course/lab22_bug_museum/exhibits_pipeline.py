@@ -63,8 +63,7 @@ PIPELINE_FACTOR = Exhibit(
         WrongFix(
             "only the gradient",
             "The gradient is right now, but the log still divides by the number of microbatches: a loss that is "
-            "already "
-            "a share of the whole batch's is averaged once more.",
+            "already a share of the whole batch's is averaged once more.",
             ({"loss_of)": "loss_of) / count"},),
         ),
         WrongFix(
@@ -104,8 +103,7 @@ PIPELINE_FACTOR = Exhibit(
     ),
     lesson=(
         "A loss curve under Adam says nothing about the scale of gradients. Compare the gradient norm of the first "
-        "step "
-        "with one process, under SGD in float64 where you can, before any curve."
+        "step with one process, under SGD in float64 where you can, before any curve."
     ),
     proof=oracle([ParallelConfig(pp=2, accumulate=3)]),
 )
@@ -118,11 +116,9 @@ TIED_DRIFT = Exhibit(
     kind="training",
     threads=("https://github.com/NVIDIA/Megatron-LM/issues/299",),
     symptom=(
-        "A small model shares its embedding with its head. Cut into two stages, the loss falls even faster than it did "
-        "on "
-        "one process, and the difference grows. When the checkpoint is exported, which keeps one embedding, the model "
-        "is "
-        "worse than the last loss of the log."
+        "A small model shares its embedding with its head. Cut into two stages, the loss falls even faster than it "
+        "did on one process, and the difference grows. When the checkpoint is exported, which keeps one embedding, "
+        "the model is worse than the last loss of the log."
     ),
     faults=(Patch(FINISH, {ADDED: "pass"}),),
     run=Run(Scene(ParallelConfig(pp=2, accumulate=2), model=seen.TIED)),
@@ -156,8 +152,7 @@ TIED_DRIFT = Exhibit(
         WrongFix(
             "averaged",
             "An embedding that is used twice has the sum of both uses as its gradient, as in one process, where both "
-            "add "
-            "up in one `.grad`.",
+            "add up in one `.grad`.",
             (
                 {
                     ADDED: f"{ADDED}\n        for name in self._shared & self.parts().keys():\n"
@@ -195,8 +190,7 @@ TIED_DRIFT = Exhibit(
     ),
     lesson=(
         "What several ranks hold needs a sum for its gradient and a check of equality for its value. The check costs "
-        "eight "
-        "bytes for each tensor, so run it from the first day."
+        "eight bytes for each tensor, so run it from the first day."
     ),
     proof=oracle([ParallelConfig(pp=2, accumulate=2)], case="tied"),
     budget=45,
@@ -235,8 +229,7 @@ FACTORS_CANCEL = Exhibit(
     symptom=(
         "Two replicas of a pipeline of two stages. With two microbatches the layout passes the oracle, gradient by "
         "gradient. With four, which hide more of the bubble, every gradient is twice too large, so somebody suspects "
-        "the "
-        "schedule. This exhibit has two culprits that hide each other: name both, and repair both."
+        "the schedule. This exhibit has two culprits that hide each other: name both, and repair both."
     ),
     faults=(MICROBATCHES, DIVIDED_TWICE),
     run=_Both(),
@@ -269,8 +262,7 @@ FACTORS_CANCEL = Exhibit(
             "schedule",
             "with four microbatches some backward runs twice",
             "A backward that runs twice changes the traffic: the ledger has as many messages as the schedule. And it "
-            "would "
-            "spoil the direction, since not all microbatches would count twice.",
+            "would spoil the direction, since not all microbatches would count twice.",
         ),
         Suspect(
             "pipeline, messages",
@@ -293,8 +285,7 @@ FACTORS_CANCEL = Exhibit(
         WrongFix(
             "the division alone",
             "Now the layout that passed the oracle fails as well, by the number of microbatches. The second bug has "
-            "only "
-            "hidden the first.",
+            "only hidden the first.",
             (None, {}),
         ),
         WrongFix(
@@ -313,20 +304,17 @@ FACTORS_CANCEL = Exhibit(
         Clue(
             "gradients-four",
             "All gradients have the factor, so it is in the loss or in the reduction that all share. One place "
-            "multiplies by "
-            "M and another divides by 2: the ranks along dp are two.",
+            "multiplies by M and another divides by 2: the ranks along dp are two.",
         ),
     ),
     misleading=Clue(
         "gradients-two",
-        "All right, to the last digit. One point on the lattice where two factors cancel is no proof; the sizes of two "
-        "axes "
-        "were equal.",
+        "All right, to the last digit. One point on the lattice where two factors cancel is no proof; the sizes of "
+        "two axes were equal.",
     ),
     lesson=(
         "Test with sizes that are all different, and none of them 1. Where a factor M / N appears, look for a place "
-        "that "
-        "multiplies by M and another that divides by N; a correction in between would be a third bug."
+        "that multiplies by M and another that divides by N; a correction in between would be a third bug."
     ),
     proof=oracle([ParallelConfig(pp=2, accumulate=3), ParallelConfig(dp=3)]),
 )

@@ -90,8 +90,7 @@ HALF_A_CHECKPOINT = Exhibit(
     ),
     symptom=(
         "ZeRO-1 on two ranks. After each restart the loss is exactly where it was for one step, then a little above "
-        "the "
-        "old curve for a while. The file has the size that it should have. Everybody calls it the restart bump."
+        "the old curve for a while. The file has the size that it should have. Everybody calls it the restart bump."
     ),
     faults=(Patch(FULL_STATE, {GATHERED: OWN}, also=("minillm.train.trainer:full_state",)),),
     run=_resume,
@@ -176,8 +175,7 @@ HALF_A_CHECKPOINT = Exhibit(
         Clue(
             "losses",
             "The first loss after the restart is right in every digit, the second is not: weights and data are fine, "
-            "and the "
-            "update between the two losses is wrong.",
+            "and the update between the two losses is wrong.",
         ),
         Clue(
             "optimizer-state",
@@ -190,8 +188,7 @@ HALF_A_CHECKPOINT = Exhibit(
     ),
     lesson=(
         "A checkpoint exists when a run that loads it makes the same bits as a run that was never interrupted. A file "
-        "of "
-        "the right size, right weights and a plausible curve are no evidence."
+        "of the right size, right weights and a plausible curve are no evidence."
     ),
     budget=40,
 )
@@ -260,10 +257,9 @@ BRANCH = Exhibit(
     kind="training",
     threads=("https://github.com/NVIDIA/nccl/issues/1324",),
     symptom=(
-        "Two ranks train without a problem until the fourth step, when both stop: no error, two cores at 100 %. On one "
-        "rank the same program runs for days. The interconnect is under suspicion, since a restart gets through the "
-        "first "
-        "three steps again."
+        "Two ranks train without a problem until the fourth step, when both stop: no error, two cores at 100 %. On "
+        "one rank the same program runs for days. The interconnect is under suspicion, since a restart gets through "
+        "the first three steps again."
     ),
     faults=(Patch("minillm.train.trainer:Trainer.backward", {SUM: ONLY_ROOT}),),
     run=_until_it_ends,
@@ -303,8 +299,7 @@ BRANCH = Exhibit(
             "data, loader",
             "one rank runs out of windows",
             "A rank without data stops asking for gradients. Here both are past the gradients and differ in which "
-            "operation "
-            "comes next.",
+            "operation comes next.",
         ),
         Suspect(
             "data parallelism, buckets",
@@ -330,14 +325,12 @@ BRANCH = Exhibit(
         Clue(
             "operations",
             "The two ranks stand at the same number and at different operations. So one of them has skipped a call, "
-            "and the "
-            "fault is in a branch, not on a wire.",
+            "and the fault is in a branch, not on a wire.",
         ),
         Clue(
             "stacks",
-            "The stack of the rank that went on says where it is; the call before it in the program is the one that it "
-            "has "
-            "left out.",
+            "The stack of the rank that went on says where it is; the call before it in the program is the one that "
+            "it has left out.",
         ),
     ),
     misleading=Clue(
@@ -345,9 +338,8 @@ BRANCH = Exhibit(
         "Twenty minutes, and every result is right. A hang at the same step of every start is in the program.",
     ),
     lesson=(
-        "Whether a collective is called may depend only on what all ranks know. Conditions on the rank, on the data or "
-        "on the "
-        "clock belong around the print, not around the sum."
+        "Whether a collective is called may depend only on what all ranks know. Conditions on the rank, on the data "
+        "or on the clock belong around the print, not around the sum."
     ),
     budget=45,
 )

@@ -21,9 +21,8 @@ NORMS_UNDER_SEQUENCE = Exhibit(
     ),
     symptom=(
         "Sequence parallelism is switched on to save activations under tensor parallelism. Loss and gradient norm "
-        "agree "
-        "with the run before to three digits for as long as anybody looks. A checkpoint converted to another number of "
-        "ranks is slightly worse than the run that wrote it."
+        "agree with the run before to three digits for as long as anybody looks. A checkpoint converted to another "
+        "number of ranks is slightly worse than the run that wrote it."
     ),
     faults=(Patch(HYBRID + "finish_backward", {SUM: "if self.groups.tp and not self.layout.sequence:"}),),
     run=Run(Scene(ParallelConfig(tp=2, sequence=True))),
@@ -62,8 +61,7 @@ NORMS_UNDER_SEQUENCE = Exhibit(
         WrongFix(
             "everything",
             "Slices of matrices belong to one rank each. Summing them over the ranks adds different parts of a matrix "
-            "to "
-            "each other; only what is held by all and seen by each in part is a partial sum.",
+            "to each other; only what is held by all and seen by each in part is a partial sum.",
             (
                 {
                     "sum_partial(self._reduced(), self.stepped.placements, self.groups.tp)": (
@@ -75,8 +73,7 @@ NORMS_UNDER_SEQUENCE = Exhibit(
         WrongFix(
             "over the replicas",
             "The parts of a sequence lie on the ranks of tensor parallelism. The replicas of this run are one rank, "
-            "and a "
-            "sum over one rank changes nothing.",
+            "and a sum over one rank changes nothing.",
             (
                 {
                     "self.stepped.placements, self.groups.tp)": "self.stepped.placements, self.groups.replicas)",
@@ -88,8 +85,8 @@ NORMS_UNDER_SEQUENCE = Exhibit(
         Clue(
             "replica-check",
             "It names them: `attention_norm`, `mlp_norm` and `norm` differ between ranks, since their gradients "
-            "differ. "
-            "That is the class of parameters that all ranks hold whole and each trains on its part of the sequence.",
+            "differ. That is the class of parameters that all ranks hold whole and each trains on its part of the "
+            "sequence.",
         ),
     ),
     misleading=Clue(
@@ -117,8 +114,8 @@ NORM_COUNTS_COPIES = Exhibit(
     ),
     symptom=(
         "A model with tied embeddings moves from one process to a pipeline of two stages. Every gradient has been "
-        "checked "
-        "against one process, by name, and is right. Still the run clips in steps in which one process does not."
+        "checked against one process, by name, and is right. Still the run clips in steps in which one process does "
+        "not."
     ),
     faults=(
         Patch(
@@ -157,9 +154,8 @@ NORM_COUNTS_COPIES = Exhibit(
         ),
         WrongFix(
             "divided by the ranks",
-            "Dividing the sum by the number of ranks is right only if every rank holds everything. Most parameters are "
-            "on "
-            "one stage.",
+            "Dividing the sum by the number of ranks is right only if every rank holds everything. Most parameters "
+            "are on one stage.",
             (
                 {
                     COUNTED: "counted = list(gradients.values())",
@@ -181,21 +177,18 @@ NORM_COUNTS_COPIES = Exhibit(
         Clue(
             "gradient-norms",
             "It is larger than one process's by the same share in every step, although the report says that each "
-            "gradient "
-            "is right. Then the sum over parameters is wrong, not its terms.",
+            "gradient is right. Then the sum over parameters is wrong, not its terms.",
         ),
         Clue(
             "replica-check",
             "One parameter is held by two ranks, and they agree in it: the tied embedding. The squares of its "
-            "gradient, "
-            "added once more, are what is too much.",
+            "gradient, added once more, are what is too much.",
         ),
     ),
     misleading=Clue(
         "gradients",
         "Twelve minutes to confirm what the report said. Right gradients and a wrong norm are two different things, "
-        "and "
-        "clipping looks at the norm.",
+        "and clipping looks at the norm.",
     ),
     lesson=(
         "Sums over the whole model need an owner for every parameter. Test the norm on its own: no comparison of "
@@ -212,9 +205,8 @@ PATCHWORK = Exhibit(
     threads=("https://github.com/allenai/OLMo-core/pull/319", "https://github.com/NVIDIA-NeMo/Automodel/issues/1291"),
     symptom=(
         "Dropout masks have to differ between tensor-parallel ranks, so somebody adds the rank to the seed at the top "
-        "of "
-        "the program. The run trains as well as before. But it cannot be repeated on another number of ranks: with the "
-        "same seed, two and four ranks begin with different losses."
+        "of the program. The run trains as well as before. But it cannot be repeated on another number of ranks: with "
+        "the same seed, two and four ranks begin with different losses."
     ),
     faults=(
         Patch(HYBRID + "build", {"start.fill(part, seed, device": "start.fill(part, seed + self.group.rank, device"}),
@@ -268,8 +260,7 @@ PATCHWORK = Exhibit(
     misleading=Clue(
         "replica-check",
         "Slices are on one rank each, so nothing can differ, and the norms' weights, which are copies, all start at "
-        "one. "
-        "A patchwork of random slices is a fine random model: only the comparison with one process shows it.",
+        "one. A patchwork of random slices is a fine random model: only the comparison with one process shows it.",
     ),
     lesson=(
         "Draw a parameter from (seed, name) and cut it, and the model is the same on any number of ranks. Only what is "

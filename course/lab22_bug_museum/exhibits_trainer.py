@@ -28,8 +28,7 @@ SCHEDULE_RUNS_AHEAD = Exhibit(
     ),
     symptom=(
         "To fit the memory, a batch is computed in two microbatches of half the size. The first half of the run is "
-        "nearly "
-        "as before, then the loss hardly moves. The data are blamed: they seem to be exhausted."
+        "nearly as before, then the loss hardly moves. The data are blamed: they seem to be exhausted."
     ),
     faults=(Patch(STEP, {RATE: "learning_rate(self.steps_done * self.config.accumulate, self.config)"}),),
     run=Run(Scene(ParallelConfig(dp=2, accumulate=2))),
@@ -88,8 +87,7 @@ SCHEDULE_RUNS_AHEAD = Exhibit(
     ),
     lesson=(
         "Plot what you believe to be constant or known: learning rate, tokens per step, weight norm. A schedule that "
-        "is a "
-        "function of the step has nothing to step too often and nothing to lose on resume."
+        "is a function of the step has nothing to step too often and nothing to lose on resume."
     ),
     budget=30,
 )
@@ -156,8 +154,7 @@ UTILISATION = Exhibit(
     ),
     symptom=(
         "The model FLOP utilisation (MFU) in the log rises with the length of the sequences; at 16k tokens it passes "
-        "100 %. "
-        "Tokens per second fall meanwhile, as they should. A slide with the number is being prepared."
+        "100 %. Tokens per second fall meanwhile, as they should. A slide with the number is being prepared."
     ),
     faults=(Patch(MFU, {CONTEXT: "self.config.seq_len"}),),
     run=_utilisation,
@@ -232,9 +229,8 @@ UTILISATION = Exhibit(
         ),
         WrongFix(
             "without attention",
-            "6 FLOPs per parameter is the work without attention over positions: a fair lower bound, and at 16k tokens "
-            "a "
-            "long way below the work that is done.",
+            "6 FLOPs per parameter is the work without attention over positions: a fair lower bound, and at 16k "
+            "tokens a long way below the work that is done.",
             ({CONTEXT: "0"},),
         ),
     ),
@@ -252,9 +248,8 @@ UTILISATION = Exhibit(
     ),
     misleading=Clue("peak", "The peak is right, and a wrong one would be wrong at all lengths alike."),
     lesson=(
-        "Say next to an MFU what is in the numerator and in the denominator. A utilisation that rises while tokens per "
-        "second "
-        "fall is a formula's doing."
+        "Say next to an MFU what is in the numerator and in the denominator. A utilisation that rises while tokens "
+        "per second fall is a formula's doing."
     ),
     proof=_other_runs,
     budget=30,

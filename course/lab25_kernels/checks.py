@@ -113,9 +113,8 @@ only_with_triton(
         difficulty=1,
         hints=(
             "Which numbers does program p compute, and what must the last program leave out?",
-            "place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), inside = place < n: mask both loads and "
-            "the store. "
-            "The bias of number i is at i % width.",
+            "place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), inside = place < n: mask both loads and the "
+            "store. The bias of number i is at i % width.",
         ),
     ),
     check_bias_relu,
@@ -128,9 +127,9 @@ only_with_triton(
         hints=(
             "What does a sum of exp(value - old maximum) have to be multiplied by when the maximum becomes higher? And "
             "what is -inf - (-inf)?",
-            "Keep a maximum and a sum, of the row or for each lane. Per tile: higher = maximum(old, tile), sum = sum · "
-            "exp(old - higher) + exp(tile - higher), with 0 in place of a maximum that is still -inf. Then a "
-            "second loop.",
+            "Keep a maximum and a sum, of the row or for each lane. Per tile: higher = maximum(old, tile), sum = sum "
+            "· exp(old - higher) + exp(tile - higher), with 0 in place of a maximum that is still -inf. Then a second "
+            "loop.",
         ),
     ),
     check_softmax,
@@ -143,9 +142,8 @@ only_with_triton(
         hints=(
             "A row fits into one tile here. Which numbers of a masked lane enter a sum, and which row does the last "
             "program have too many?",
-            "Forward: r = 1 / sqrt(sum(x²) / width + eps). Backward: loop over ROWS, mask rows from `rows` on, "
-            "add dy · x "
-            "· r to a tile [BLOCK] and store that once, to row p of partial.",
+            "Forward: r = 1 / sqrt(sum(x²) / width + eps). Backward: loop over ROWS, mask rows from `rows` on, add dy "
+            "· x · r to a tile [BLOCK] and store that once, to row p of partial.",
         ),
     ),
     check_rms_norm,

@@ -24,8 +24,7 @@ CALLS = 6
     difficulty=3,
     hints=(
         "Which of its lines needs a number on the host before it can go on? And which attribute, read while "
-        "compiling, is "
-        "another one at the next call?",
+        "compiling, is another one at the next call?",
         "torch.where chooses between two results without the host. A counter that is a tensor (register_buffer) is an "
         "input of the graph instead of a constant of it.",
     ),
@@ -90,12 +89,10 @@ def check_one_graph(learner: Any) -> Receipt:
     minutes=20,
     difficulty=2,
     hints=(
-        "What does graph.tokens = tokens do to the array that the recording reads? And what is behind the first "
-        "n places, "
-        "from the step before?",
-        "copy_ into the first n places, fill the rest with a sequence of this very step (its token and its "
-        "slot), replay, "
-        "and return a clone of the first n rows.",
+        "What does graph.tokens = tokens do to the array that the recording reads? And what is behind the first n "
+        "places, from the step before?",
+        "copy_ into the first n places, fill the rest with a sequence of this very step (its token and its slot), "
+        "replay, and return a clone of the first n rows.",
     ),
 )
 def check_replay(learner: Callable) -> Receipt:
@@ -166,12 +163,10 @@ only_with_triton(
         minutes=20,
         difficulty=3,
         hints=(
-            "For each bug: an input on which it shows. Which width has a tail, and how long is a row of ones "
-            "that float16 "
-            "cannot count?",
-            "A width that 64 does not divide, then trace.outside and trace.races; the same shape twice with "
-            "other numbers; "
-            "a row of 4,099 ones.",
+            "For each bug: an input on which it shows. Which width has a tail, and how long is a row of ones that "
+            "float16 cannot count?",
+            "A width that 64 does not divide, then trace.outside and trace.races; the same shape twice with other "
+            "numbers; a row of 4,099 ones.",
         ),
     ),
     check_verdict,

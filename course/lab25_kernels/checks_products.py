@@ -127,8 +127,7 @@ only_with_triton(
             "Which addresses does a tile [M, K] of A have, from its rows, its columns and two strides? What must be 0 "
             "behind the end of k?",
             "row[:, None] * a_row + inner[None, :] * a_column, masked in both directions; total += tl.dot(left, "
-            "right) in "
-            "float32; the store masks m and n.",
+            "right) in float32; the store masks m and n.",
         ),
     ),
     check_matmul,
@@ -139,8 +138,8 @@ only_with_triton(
         minutes=20,
         difficulty=2,
         hints=(
-            "Each program turns a whole head: which two halves does it load, and how far apart are tokens in x "
-            "and in y?",
+            "Each program turns a whole head: which two halves does it load, and how far apart are tokens in x and in "
+            "y?",
             "Load both halves once, in float32, and store two results. Gates stand at row · 2 · width, ups `width` "
             "numbers later.",
         ),
@@ -153,12 +152,11 @@ only_with_triton(
         minutes=30,
         difficulty=4,
         hints=(
-            "It is the online softmax of exercise 2 with a tile [GROUP, SIZE] of scores. Where does the key at "
-            "place p of "
-            "a block begin, for kv head h?",
-            "slot = block number · SIZE + place; the key begins at (slot · KV_HEADS + head) · DIM. Load a "
-            "block's keys as "
-            "[SIZE, DIM], masked behind the length, and multiply them with [GROUP, 1, DIM]; masked scores are -inf.",
+            "It is the online softmax of exercise 2 with a tile [GROUP, SIZE] of scores. Where does the key at place "
+            "p of a block begin, for kv head h?",
+            "slot = block number · SIZE + place; the key begins at (slot · KV_HEADS + head) · DIM. Load a block's "
+            "keys as [SIZE, DIM], masked behind the length, and multiply them with [GROUP, 1, DIM]; masked scores are "
+            "-inf.",
         ),
     ),
     check_paged,

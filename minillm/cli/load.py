@@ -15,8 +15,8 @@ from typer import Option
 from minillm.measure.provenance import JsonFile, provenance, writable, write_json
 
 COLUMNS = (
-    "requests/s  answered  TTFT p50   p90     p99  TPOT p50   p90     p99  end to end p50   p90     p99"
-    "  goodput/s  good"
+    "requests/s  answered  TTFT p50   p90     p99  TPOT p50   p90     p99  end to end p50   p90     p99  goodput/s  "
+    "good"
 )
 
 
