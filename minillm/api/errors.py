@@ -4,6 +4,7 @@ import logging
 import math
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -31,6 +32,13 @@ def answer_errors(app: FastAPI) -> None:
         kind = KINDS.get(error.status_code, "invalid_request_error")
         what = f"{request.method} {request.url.path}: {error.detail}"
         return refused(request, ApiError(error.status_code, what, kind))
+
+    @app.exception_handler(RequestValidationError)
+    async def on_bad_parameter(request: Request, error: RequestValidationError) -> JSONResponse:
+        """Of the query: FastAPI's own answer is a 422 in another shape."""
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        return refused(request, ApiError(400, f"{name} {first['input']!r}: {first['msg']}", param=name))
 
     @app.exception_handler(Exception)
     async def on_fault(request: Request, error: Exception) -> JSONResponse:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from minillm.api.tenants import Terms
+from minillm.files import opened
 from minillm.serve.schedule.fair import Share
 
 SHORTEST_KEY = 8
+LARGEST_KEYS = 16 << 20  # bytes of a file of keys
 LONGEST_MESSAGE, LONGEST_PARAM = 1000, 100  # characters of an error
 
 
@@ -124,7 +126,11 @@ def _printable(text: str, most: int) -> str:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text("utf-8").splitlines()
+        with opened(file, "rb") as source:  # of which a device such as /dev/zero has no end
+            text = source.read(LARGEST_KEYS + 1)
+        if len(text) > LARGEST_KEYS:
+            raise ValueError(f"--api-keys {file} is larger than {LARGEST_KEYS >> 20} MiB: give a file of keys")
+        return text.decode("utf-8").splitlines()
     except (OSError, UnicodeError) as error:
         raise ValueError(f"--api-keys {file} cannot be read ({error}): give a text file of tenants and keys") from None
 

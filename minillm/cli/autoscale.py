@@ -6,6 +6,7 @@
 Options after `--` go to each `python -m minillm serve`. Its replicas end with it.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,6 +30,7 @@ def command(
     seconds: Annotated[float | None, Option(help="End after so many.", min=0.1, show_default="never")] = None,
     admin_key: Annotated[str | None, Option(help="The router's key for /replicas.", envvar="MINILLM_ADMIN_KEY")] = None,
     api_key: Annotated[str | None, Option(help="The key of the replicas.", envvar="MINILLM_API_KEY")] = None,
+    api_keys: Annotated[Path | None, Option(metavar="FILE", help="Keys of tenants, as serve reads them.")] = None,
 ) -> int:
     """Start and end replicas behind a router as its load asks for."""
     from minillm.cli.serve import check_installed
@@ -37,21 +39,18 @@ def command(
     from minillm.api.autoscale.controller import Controller, Scaling
     from minillm.api.autoscale.policies import Predictive, Reactive
     from minillm.api.autoscale.processes import ProcessFleet
+    from minillm.api.limits import Keys
     from minillm.api.router.fleet import checked_url
-    from minillm.api.router.processes import CHOSEN_HERE, Processes
+    from minillm.api.router.processes import Processes
 
     scaling = Scaling(least, most, interval, cool_down)
     if policy not in ("reactive", "predictive"):
         raise ValueError(f"--policy {policy} is unknown: use reactive or predictive")
     if policy == "predictive" and capacity is None:
         raise ValueError("--policy predictive needs --capacity: requests per second that a replica serves (see load)")
-    if own := [each for each in serve_options or [] if each.partition("=")[0] in CHOSEN_HERE]:
-        raise ValueError(f"{own[0].partition('=')[0]} is chosen by autoscale: leave it out")
-    if serve_options and not serve_options[0].startswith("-"):
-        raise ValueError(f"{serve_options[0]!r} is no option of serve: write those for replicas behind --")
     chosen = Reactive(target) if policy == "reactive" else Predictive(capacity, ahead_s=ahead)
-    secret = {} if api_key is None else {"MINILLM_API_KEY": api_key}
-    processes = Processes(serve_options or [], secret)
+    Keys.read(api_key, api_keys)  # refuses what the replicas would refuse
+    processes = Processes(serve_options or [], key=api_key, keys_file=api_keys)
     fleet = ProcessFleet(checked_url(router), processes, pool=pool, key=admin_key, replica_key=api_key)
 
     def tell(sample, count: int) -> None:

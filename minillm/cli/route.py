@@ -8,7 +8,6 @@ with --api-key or --api-keys. SIGTERM (or Ctrl-C) ends open requests first, then
 
 import os
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,6 @@ import typer
 from typer import Argument, Option
 
 REPLICAS, POLICY, SAFETY = (partial(Option, rich_help_panel=panel) for panel in ("Replicas", "Policy", "Safety"))
-NEEDED = ("fastapi", "uvicorn", "prometheus_client", "httpx")
 
 
 def command(
@@ -51,13 +49,14 @@ def command(
     timeout: Annotated[float, SAFETY(help="Seconds from a request to its last token.", min=0.001)] = 600.0,
 ) -> int:
     """Put several servers behind one address."""
-    if missing := [each for each in NEEDED if find_spec(each) is None]:
-        raise ValueError(f"route needs {', '.join(missing)}: pip install 'minillm[serve]', or requirements.txt")
+    from minillm.cli.serve import check_installed
+
+    check_installed("route")
     from minillm.api.entry import is_loopback
     from minillm.api.limits import Keys, Limits
     from minillm.api.router.app import OPERATOR, RouterOptions, create_router
     from minillm.api.router.fleet import checked_url
-    from minillm.api.router.processes import CHOSEN_HERE, Processes
+    from minillm.api.router.processes import Processes
     from minillm.api.router.spawned import Spawned
     from minillm.api.run import bind, serve, url_of
 
@@ -77,11 +76,8 @@ def command(
     given = serve_options or []
     if spawn is None and given:
         raise ValueError(f"{' '.join(given)}: options of serve are only for --spawn")
-    if own := [each for each in given if each.partition("=")[0] in CHOSEN_HERE]:
-        raise ValueError(f"{own[0].partition('=')[0]} is chosen by the router: leave it out")
-    secret = {} if api_key is None else {"MINILLM_API_KEY": api_key}  # not on a command line, which others can read
-    file = [] if api_keys is None else [f"--api-keys={api_keys}"]
-    processes = Processes([*given, *file], secret, max(1, (os.cpu_count() or 1) // (spawn or 1)))
+    threads = max(1, (os.cpu_count() or 1) // (spawn or 1))
+    processes = Processes(given, key=api_key, keys_file=api_keys, threads=threads)
     limits = Limits(body_bytes=max_body, open_requests=max_open, per_tenant=max_open_per_tenant, timeout_s=timeout)
     wrong: list[str] = []
     own_replicas = None if spawn is None else lambda fleet: Spawned(fleet, processes, spawn, on_failure=wrong.append)

@@ -54,7 +54,8 @@ class ProcessFleet:
         self._want, self._starting = 0, 0
         self._serving: list[ReplicaProcess] = []
         self._pool: deque[ReplicaProcess] = deque()
-        self._leaving: set[asyncio.Task] = set()
+        self._leaving: set[asyncio.Task] = set()  # whatever has to end before this does
+        self._being_started: set[asyncio.Task] = set()  # of these, what need not be waited for
         self._answered: tuple[float, float] | None = None  # (time, requests that had come)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="minillm fleet", daemon=True)
@@ -64,7 +65,7 @@ class ProcessFleet:
     def observe(self) -> Sample:
         """RuntimeError if the router does not answer, or no replica will ever start."""
         if self.failure is not None:
-            raise RuntimeError(f"no replica starts: {self.failure}")
+            raise RuntimeError(self.failure)
         return self._run(self._observe())
 
     def resize(self, count: int) -> None:
@@ -129,7 +130,7 @@ class ProcessFleet:
     async def _balance(self) -> None:
         async with self._balancing:
             await self._drop_dead()
-            while len(self._serving) < self._want and self._pool:
+            while len(self._serving) < self._want and self._pool and self.failure is None:
                 await self._hand_over(self._pool.popleft())
             while len(self._serving) > self._want:
                 self._spawn(self._retire(self._serving.pop()))
@@ -138,42 +139,43 @@ class ProcessFleet:
             missing = self._want + self.pool_size - len(self._serving) - len(self._pool) - self._starting
             for _ in range(missing):
                 self._starting += 1
-                self._spawn(self._start())
+                task = self._spawn(self._start())
+                self._being_started.add(task)
+                task.add_done_callback(self._being_started.discard)
 
     async def _drop_dead(self) -> None:
         """Forgets replicas whose process has ended, here and at the router."""
         for process in [each for each in self._serving if each.process.returncode is not None]:
             self._serving.remove(process)
-            with suppress(httpx.HTTPError):
-                await self._client.delete(
-                    f"{self.router}/replicas", params={"url": process.url, "wait_s": 0}, headers=self._headers
-                )
+            await self._withdraw(process.url, 0.0)
         for process in [each for each in self._pool if each.process.returncode is not None]:
             self._pool.remove(process)
 
     async def _hand_over(self, process: ReplicaProcess) -> None:
-        """Tells the router of a replica that is ready. RuntimeError if it does not take it, which then ends."""
+        """Tells the router of a replica that is ready; one that it does not take ends."""
         try:
             answer = await self._client.post(
                 f"{self.router}/replicas", json={"url": process.url}, headers=self._headers
             )
-            answer.raise_for_status()
+            refusal = "" if answer.status_code == 201 else f"status {answer.status_code}"
         except httpx.HTTPError as error:
-            await self.processes.stop(process)
-            self.failure = f"the router {self.router} takes no replica ({error or type(error).__name__})"
-            raise RuntimeError(self.failure) from None
-        self._serving.append(process)
+            refusal = str(error) or type(error).__name__
+        if not refusal:
+            self._serving.append(process)
+            return
+        self.failure = f"the router {self.router} takes no replica ({refusal})"
+        await self._retire(process)  # it may have it, if only its answer was lost
 
     async def _start(self) -> None:
         try:
             process = await self.processes.start()
         except (ValueError, RuntimeError, OSError) as error:
-            self.failure, self._starting = str(error), self._starting - 1
+            self.failure, self._starting = f"no replica starts: {error}", self._starting - 1
             return
         try:
             while not await self._is_ready(process.url):
                 if process.process.returncode is not None:
-                    self.failure = f"{process.url} ended with status {process.process.returncode}"
+                    self.failure = f"no replica starts: {process.url} ended with status {process.process.returncode}"
                     return
                 await asyncio.sleep(POLL_S)
             seconds = time.monotonic() - process.started
@@ -194,22 +196,28 @@ class ProcessFleet:
         return False
 
     async def _retire(self, process: ReplicaProcess) -> None:
-        question = {"url": process.url, "wait_s": DRAIN_S}
         try:
-            with suppress(httpx.HTTPError):
-                await self._client.delete(
-                    f"{self.router}/replicas", params=question, headers=self._headers, timeout=DRAIN_S + TIMEOUT_S
-                )
+            await self._withdraw(process.url, DRAIN_S)
         finally:
             await self.processes.stop(process)
 
-    def _spawn(self, work) -> None:
+    async def _withdraw(self, url: str, wait_s: float) -> None:
+        question = {"url": url, "wait_s": wait_s}
+        with suppress(httpx.HTTPError):
+            await self._client.delete(
+                f"{self.router}/replicas", params=question, headers=self._headers, timeout=wait_s + TIMEOUT_S
+            )
+
+    def _spawn(self, work) -> asyncio.Task:
         task = asyncio.ensure_future(work)
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
+        return task
 
     async def _close(self) -> None:
         self._want = self.pool_size = 0
+        for task in self._being_started:
+            task.cancel()
         await self._balance()
         while self._leaving:
             await asyncio.gather(*self._leaving, return_exceptions=True)

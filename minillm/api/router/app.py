@@ -9,10 +9,10 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from minillm.api.connection import ClosingResponse, body_of, while_connected
@@ -30,6 +30,7 @@ from minillm.api.router.spawned import Spawned
 OPERATOR = "operator"  # the tenant whose key is --admin-key
 KEEPALIVE_S = 3.0  # of connections to replicas, which close theirs after 5
 CONNECT_S, WRITE_S = 5.0, 30.0
+Seconds = Annotated[float, Query(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -237,11 +238,11 @@ def create_router(
         return JSONResponse(shown(refusing(router.fleet.add, url)), 201)
 
     @app.delete("/replicas")
-    async def remove(request: Request, url: str = "", wait_s: float = 30.0) -> dict[str, Any]:
+    async def remove(request: Request, url: str = "", wait_s: Seconds = 30.0) -> dict[str, Any]:
         """Answers when it has left; `outstanding` then is what was not over within `wait_s`."""
         router.check_operator(request)
         replica = refusing(router.fleet.of, url)
-        if router.spawned is not None and replica.url in router.spawned.running:
+        if router.spawned is not None and replica.url in (*router.spawned.running, *router.spawned.retiring):
             raise ApiError(400, f"{replica.url} was spawned here: lower the number with POST /replicas/count")
         left = await router.fleet.drain(replica.url, wait_s)
         if replica.url in router.fleet.replicas:  # else somebody else has removed it meanwhile

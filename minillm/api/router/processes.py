@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TextIO
 
 LISTENS = re.compile(r"(http://127\.0\.0\.1:\d+)/v1")  # on the first line that a server writes
@@ -35,19 +36,28 @@ class ReplicaProcess:
 
 
 class Processes:
-    """options: of `serve`, for all of them. environment: what theirs has beside this process's. threads: of each, if
-    OMP_NUM_THREADS does not say; None = torch's default. log: where their lines go, with their ports before them."""
+    """options: of `serve`, for all of them; ValueError for those that are chosen here. key, keys_file: what serve's
+    --api-key and --api-keys say. threads: of each, if OMP_NUM_THREADS does not say; None = torch's default. log: where
+    their lines go, with their ports before them."""
 
     def __init__(
         self,
         options: Sequence[str] = (),
-        environment: dict[str, str] | None = None,
+        *,
+        key: str | None = None,
+        keys_file: Path | None = None,
         threads: int | None = None,
         log: TextIO = sys.stderr,
     ):
-        self._command = [sys.executable, "-m", "minillm", "serve", "--port=0", "--until-stdin-closes", *options]
+        if own := [each.partition("=")[0] for each in options if each.partition("=")[0] in CHOSEN_HERE]:
+            raise ValueError(f"{own[0]} of the replicas is chosen here: leave it out behind --")
+        if options and not options[0].startswith("-"):
+            raise ValueError(f"{options[0]!r} is no option of serve: only those stand behind --")
+        file = [] if keys_file is None else [f"--api-keys={keys_file}"]
+        self._command = [sys.executable, "-m", "minillm", "serve", "--port=0", "--until-stdin-closes", *options, *file]
         default = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-        self._environment = default | os.environ | (environment or {})
+        secret = {} if key is None else {"MINILLM_API_KEY": key}  # not on a command line, which others can read
+        self._environment = default | os.environ | secret
         self._log = log
 
     async def start(self) -> ReplicaProcess:

@@ -34,6 +34,7 @@ class Spawned:
         self.fleet, self.processes, self.drain_s, self.on_failure = fleet, processes, drain_s, on_failure
         self.wanted = count
         self.running: dict[str, ReplicaProcess] = {}  # by URL
+        self.retiring: set[str] = set()
         self._starting = self._failures = 0
         self._changed, self._restarting = asyncio.Event(), asyncio.Lock()
         self._tasks: set[asyncio.Task] = set()
@@ -135,11 +136,12 @@ class Spawned:
 
     async def _retire(self, process: ReplicaProcess) -> None:
         self.running.pop(process.url, None)
+        self.retiring.add(process.url)
         try:
             await self.fleet.drain(process.url, self.drain_s)
         finally:
-            if process.url in self.fleet.replicas:  # else an operator has taken it out meanwhile
-                self.fleet.remove(process.url)
+            self.retiring.discard(process.url)
+            self.fleet.remove(process.url)
             await self.processes.stop(process)
 
     def _ready(self) -> list[str]:

@@ -236,6 +236,16 @@ def test_what_is_no_url_is_refused(url):
         assert CLIENT.post(f"{found.url}/replicas/count", json={"count": 2}).json()["error"]["code"] == "no_spawn"
 
 
+@pytest.mark.parametrize("wait_s", ["abc", "nan", "inf", "-1", ""])
+def test_a_time_to_wait_that_is_none_is_refused_as_everything_else_is(wait_s):
+    with replicas(whole(ANSWER)) as made, routed([made[0].url]) as found:
+        answer = CLIENT.delete(f"{found.url}/replicas", params={"url": made[0].url, "wait_s": wait_s})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["type"] == "invalid_request_error" and error["param"] == "wait_s"
+        assert repr(wait_s) in error["message"] and "\n" not in error["message"]
+        assert [each["state"] for each in CLIENT.get(f"{found.url}/replicas").json()] != ["draining"]
+
+
 def test_all_that_waits_at_a_replica_moves_when_it_dies_whatever_the_budget():
     """Thirty requests without a token; a budget for retries would be two."""
     options = {"retry_share": 0.0, "retry_reserve": 2.0, "check_s": 30.0}

@@ -201,7 +201,7 @@ def test_options_that_serve_refuses_end_the_router_with_its_words():
         (["--spawn", "1", "--host", "0.0.0.0"], "give a key with --api-key"),
         (["--spawn", "1", "--admin-key", "long-enough"], "give --api-key"),
         (["--spawn", "1", "--api-key", "long-enough", "--admin-key", "long-enough"], "has the same key"),
-        (["--spawn", "1", "--", "--port", "5"], "--port is chosen by the router"),
+        (["--spawn", "1", "--", "--port", "5"], "--port of the replicas is chosen here"),
         (["--replicas", "http://a:1", "--", "--k", "5"], "only for --spawn"),
     ],
 )
