@@ -257,11 +257,11 @@ LEFT_OUT = {  # of the labs' modules and of the data in course/ and minillm/: wh
     r"course/lab\w+/(__init__|notebook)\.py": "no code; the master, which the solution is itself",
     r"course/lab\w+/mistakes(_\w+)?\.py": "run when an answer fails, and no stored answer does",
     r"course/lab\w+/torchrun\.py": "a script with a file of its own under solutions/",
+    r"course/lab22_bug_museum/plant\.py": "a folder that only `python -m minillm museum --plant` writes",
     r"course/lab24_interview/sheet\.py": "a page that only `python -m minillm interview --sheet` writes",
     r"minillm/data/tokenizer\.source\.json": "from which text the tokenizer was made; a test reads it",
     r"course/kit/jupyter/.*": "settings of the learner's JupyterLab",
     r"course/book/.*": "how the website looks",
-    r"minillm/api/page\.html": "a page of `python -m minillm serve`",
 }
 
 
