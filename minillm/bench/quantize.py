@@ -1,7 +1,8 @@
 """Decoding one sequence with weights in 8 and 4 bits, against float32, bfloat16, torchao's layers and llama.cpp.
 
     target              the committed model: 23 MB in float32, so much of a step is not reading weights. Where there is
-                        a C++ compiler, once more with compiled passes, of ours and of the peers that are torch's
+                        a C++ compiler, once more with compiled passes, of ours and of the peers that are torch's.
+                        "and head": the logits, too, come from int8, as llama.cpp's do, not from float32
     Llama of 1024       hidden size 1024, 8 layers, random: 0.43 GB in float32, which few caches hold
     Llama of 1792       319 million parameters, 1.3 GB in float32
 
@@ -25,7 +26,8 @@ from minillm.bench.quantize_peers import LlamaCpp, by_torchao, has_llama_cpp, wr
 from minillm.model import ModelConfig, Transformer, load_hf
 from minillm.model.compiler import check_compiler
 from minillm.model.generate import folder_of, generate
-from minillm.quantize import Format, Int, Settings, kernels, nbytes, quantize, quantized_layers
+from minillm.quantize import Format, Int, Settings, kernels, nbytes, quantize, quantize_head, quantized_layers
+from minillm.quantize.head import HeadInCodes
 
 TARGET, LARGEST = 0, 4096
 FORMATS: dict[str, Format] = {"int8": Int(), "int4, group 128": Int(bits=4, group=128)}
@@ -48,11 +50,14 @@ def of_model(size: int, repeats: int) -> list[BenchRow]:
     for what, format in FORMATS.items():
         ours = copy.deepcopy(original)
         kernel = next(iter(quantize(ours, Settings(format)).kernels))
+        both = copy.deepcopy(ours)
+        quantize_head(both)
         for way, compiled in ways.items():
-            rows += [
-                compare(f"{way}, {name}, {what} by {kernel}{fewer}", ours, peer, decode, repeats, compiled)
-                for peer, fewer, decode in peers_of(original, ours, what, compiled)
-            ]
+            for part, model in ({"": ours} | ({" and head": both} if size == TARGET else {})).items():
+                rows += [
+                    compare(f"{way}, {name}, {what}{part} by {kernel}{fewer}", model, peer, decode, repeats, compiled)
+                    for peer, fewer, decode in peers_of(original, model, what, compiled)
+                ]
     return rows
 
 
@@ -70,7 +75,7 @@ def peers_of(
     """(name, how many times fewer bytes ours has, what decodes), one after the other: few are in memory at once."""
 
     def row(peer: str, model: Transformer, bytes_known: bool = True) -> tuple[str, str, Callable[[], list[int]]]:
-        fewer = f" ({nbytes(model) / nbytes(ours):.1f} times fewer bytes)" if bytes_known else ""
+        fewer = f" ({bytes_read(model) / bytes_read(ours):.1f} times fewer bytes)" if bytes_known else ""
         return peer, fewer, lambda: list(generate(model, PROMPT, NEW, compiled=compiled))
 
     yield row("float32", original)
@@ -80,6 +85,12 @@ def peers_of(
     if has_llama_cpp():
         with llama_cpp_of(original, GGUF[what]) as theirs:
             yield f"llama.cpp {GGUF[what]}", "", lambda: theirs.generate(PROMPT, NEW)
+
+
+def bytes_read(model: Transformer) -> int:
+    """Of weights, for a token: of an embedding that is not the head, too, it is one row."""
+    is_head = model.head is None and not isinstance(model.head_logits, HeadInCodes)
+    return nbytes(model) - (0 if is_head else model.embedding.weight.nbytes)
 
 
 @contextmanager

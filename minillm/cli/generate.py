@@ -27,6 +27,7 @@ from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.model import Transformer, load_hf
 from minillm.model.generate import device_of, folder_of, generate, heal
 from minillm.model.hf.generation_config import read_generation_config
+from minillm.quantize.head import quantize_head
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
 from minillm.serve.requests.output import Output
@@ -78,6 +79,7 @@ def command(
         Path | None, MODEL(metavar="DIR", help="An adapter beside the model: a folder of peft's, as train writes it.")
     ] = None,
     kv: Annotated[str | None, MODEL(metavar="NAME", help=f"8-bit keys and values: {', '.join(KV_FORMATS)}.")] = None,
+    int8_head: Annotated[bool, MODEL("--int8-head", help="Logits from an int8 copy of the head.")] = False,
     max_num_seqs: Annotated[
         int | None, MODEL(help="With --batch: prompts at once.", min=1, show_default="256 on a GPU, else 64")
     ] = None,
@@ -113,6 +115,8 @@ def command(
     check_ranks(tp, device)
     if tp > 1 and adapter is not None:
         raise ValueError(f"--adapter {adapter} with --tp {tp}: a store of adapters knows whole layers, leave one out")
+    if tp > 1 and int8_head:
+        raise ValueError(f"--int8-head with --tp {tp}: a head that is cut over ranks stays as it is, leave one out")
     where, tokenizer = device_of(device), Tokenizer.load(folder)
     if chat and requests is not None:
         requests = [(number, chat_ids(tokenizer, each, system), params) for number, each, params in requests]
@@ -134,6 +138,8 @@ def command(
         outputs = on_ranks(tp, folder, lambda llm: list(answered(llm, batch, requests)), **options)
         return _reported(show_all(outputs, tokenizer), json_file) if is_root() else 0
     network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
+    if int8_head:
+        quantize_head(network)
     if speculate is not None:
         options["proposer"] = proposer_named(speculate, network)
     if adapter is not None:

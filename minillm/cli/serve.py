@@ -64,6 +64,7 @@ def command(
     max_adapters: Annotated[int, MODEL(help="Different adapters in a step.", min=1)] = MAX_ADAPTERS,
     adapter_mb: Annotated[int, MODEL(help="MB for adapters on the device.", min=1)] = BUDGET_BYTES >> 20,
     kv: Annotated[str | None, MODEL(metavar="NAME", help=f"8-bit keys and values: {', '.join(KV_FORMATS)}.")] = None,
+    int8_head: Annotated[bool, MODEL("--int8-head", help="Logits from an int8 copy of the head.")] = False,
     host: Annotated[str, SAFETY(help="Address to listen on; another than loopback needs a key.")] = "127.0.0.1",
     port: Annotated[int, SAFETY(help="0 takes a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
@@ -112,6 +113,8 @@ def command(
     check_ranks(tp, device)
     if tp > 1 and folders:
         raise ValueError(f"--adapter with --tp {tp}: a store of adapters knows whole layers, leave one of them out")
+    if tp > 1 and int8_head:
+        raise ValueError(f"--int8-head with --tp {tp}: a head that is cut over ranks stays as it is, leave one out")
     engine = {"max_num_seqs": max_num_seqs, "token_budget": token_budget, "kv_dtype": kv}
     options = {key: value for key, value in engine.items() if value is not None}
     if order == "fair":
@@ -138,6 +141,7 @@ def command(
             serve_on_ranks(tp, folder_of(model), listening, app_of, announce, **ends, **where, **options)
             return 0
         where["device"] = None if device is None else device_of(device)
+        where["int8_head"] = int8_head
         llm = _engine(model, drafter, k, where, options)
         start.end("load")
         announce()

@@ -5,7 +5,7 @@
     kernels.py    what multiplies: torch's packed kernels, triton.py's on a GPU, or dequantize and multiply
     in_place.py   `quantize(model, settings)`: every linear layer of a model
 
-joined.py multiplies layers that share an input in one call.
+joined.py multiplies layers that share an input in one call; head.py has the logits from int8, too.
 
 With text to calibrate on (calibrate.py, a block at a time) the rounding does less harm: rescale.py has AWQ and
 SmoothQuant, gptq.py has GPTQ. experts.py takes a mixture's experts apart, so that they are layers, too. folder.py
@@ -15,6 +15,7 @@ two of four, low rank.
 """
 
 from minillm.quantize.formats import NF4, Float8, Format, Int
+from minillm.quantize.head import quantize_head
 from minillm.quantize.in_place import METHODS, Receipt, Settings, nbytes, quantize, quantized_layers
 from minillm.quantize.linear import QuantizedLinear
 
@@ -29,5 +30,6 @@ __all__ = [
     "Settings",
     "nbytes",
     "quantize",
+    "quantize_head",
     "quantized_layers",
 ]

@@ -117,7 +117,8 @@ class LLM:
     @classmethod
     def load(cls, folder: str | Path, **options) -> "LLM":
         """For a Hugging Face folder: its tokenizer, the tokens that end an answer there, and its sampling for requests
-        that bring no `SamplingParams`. options: of `LLM`, and device, dtype and max_seq_len of `engine_options`."""
+        that bring no `SamplingParams`. options: of `LLM`, and device, dtype, max_seq_len and int8_head of
+        `engine_options`."""
         return cls(**engine_options(folder, **options))
 
     def generate(

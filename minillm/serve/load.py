@@ -9,6 +9,7 @@ from minillm.data import Tokenizer
 from minillm.model import load_hf
 from minillm.model.generate import folder_of
 from minillm.model.hf.generation_config import read_generation_config
+from minillm.quantize.head import quantize_head
 
 
 def engine_options(
@@ -17,17 +18,20 @@ def engine_options(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     max_seq_len: int | None = None,
+    int8_head: bool = False,
     **options,
 ) -> dict:
     """model, tokenizer and generation, beside the other options, which win. Adapters that are given as folders
     become a store that refuses those of another base.
 
     device: None = the current GPU, without one the CPU. dtype: None = the checkpoint's on a GPU, float32 on the CPU.
-    max_seq_len: the context; None = the checkpoint's.
+    max_seq_len: the context; None = the checkpoint's. int8_head: logits come from int8 codes of the head.
     """
     folder = folder_of(str(folder), option="folder")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = load_hf(folder, device=device, dtype=dtype_of(dtype, device), max_seq_len=max_seq_len)
+    if int8_head:
+        quantize_head(model)
     found = {"model": model, "tokenizer": Tokenizer.load(folder), "generation": read_generation_config(folder)}
     if isinstance(adapters := options.get("adapters"), Mapping):
         from minillm.adapters.store import AdapterStore, fingerprint_of
