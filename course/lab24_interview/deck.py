@@ -86,8 +86,8 @@ def topic_named(part: str) -> str:
     matching = [name for name in known if asked == name.lower()] or [name for name in known if asked in name.lower()]
     if not matching:
         near = difflib.get_close_matches(asked, known, n=1, cutoff=0.6)
-        hint = f"; did you mean {near[0]!r}?" if near else ":"
-        raise ValueError(f"no topic {part!r}{hint} The topics are {', '.join(known)}.")
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"no topic {part!r}{hint}: use one of {', '.join(known)}.")
     return JOINT.join(matching)
 
 
