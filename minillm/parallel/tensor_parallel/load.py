@@ -45,10 +45,13 @@ def load_part(
     dtype: torch.dtype | None = None,
     max_seq_len: int | None = None,
     take: Callable[[Transformer], ModelPart] | None = None,
+    whole_experts: bool = False,
 ) -> LoadedPart:
     """Every rank of the group calls it. take: the layers of the whole model, on "meta", that are this group's, nothing
-    else of the folder is read; None = all. Other options as of `load_hf`. ValueError as there, and for heads or
-    quantized layers that do not divide over the ranks."""
+    else of the folder is read; None = all. whole_experts: of `tensor_parallel`. Other options as of `load_hf`.
+
+    ValueError as there, and for heads or quantized layers that do not divide over the ranks.
+    """
     folder = Path(folder)
     config, stored, held, layout, quantized = open_folder(folder, max_seq_len)
     check_heads(config, group.world_size)
@@ -57,7 +60,7 @@ def load_part(
     model = model if take is None else take(model)
     names = {name for name, _ in model.named_parameters()}
     held = {stored_name: pieces for stored_name, pieces in held.items() if pieces[0].name in names}
-    tensor_parallel(model, config, group)
+    tensor_parallel(model, config, group, whole_experts=whole_experts)
     device = torch.device(group.device if device is None else device)
     bytes_read = 0
     parts: dict[str, QuantizedLinear] = {}
@@ -79,8 +82,16 @@ def load_part(
         for name in tensors:
             start, tensor = 0, file.get_slice(name)
             for piece in () if name in quantized else held.get(name, ()):
-                shape, part = piece.of(whole).shape, part_of(config, piece.name, group.rank, group.world_size)
-                bytes_read += _copy(tensor, start, shape, part, len(piece.index), piece.of(named))
+                shape = piece.of(whole).shape
+                part = part_of(config, piece.name, group.rank, group.world_size, whole_experts=whole_experts)
+                if whole_experts and piece.index:  # one expert's matrix, which is this rank's or is not read
+                    own = _own(part, config.moe.num_experts)
+                    here = Piece(piece.name, (piece.index[0] - own.start, *piece.index[1:]))
+                    part = Replicate()
+                    if piece.index[0] in own:
+                        bytes_read += _copy(tensor, start, shape, part, 0, here.of(named))
+                else:
+                    bytes_read += _copy(tensor, start, shape, part, len(piece.index), piece.of(named))
                 start += shape[0]
     return LoadedPart(model, bytes_read)
 

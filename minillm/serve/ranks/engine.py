@@ -41,13 +41,15 @@ def over_ranks(
     use: Callable[[LLM], Result],
     *,
     pp: int = 1,
+    ep: bool = False,
     proposer: Any = None,
     **options: Any,
 ) -> Result | None:
     """What `use(llm)` returns, on rank 0; the other ranks compute its steps until it returns, and return None.
 
     source: a Hugging Face folder, of which each rank reads its part, or a model that is whole on every rank and is cut
-    in place. pp: stages of consecutive layers, each shared by world_size / pp ranks (`run/pipelined.py`). proposer: of
+    in place. pp: stages of consecutive layers, each shared by world_size / pp ranks (`run/pipelined.py`). ep: of each
+    layer of experts a rank has some, whole, in place of a part of every one. proposer: of
     draft tokens, by its name in `PROPOSERS`, or an object; rank 0 alone has it. options: of `LLM`, with a folder also
     device, dtype and max_seq_len of `engine_options`; the same on every rank.
 
@@ -56,9 +58,9 @@ def over_ranks(
     """
     _check(group.world_size, pp, proposer, options)
     if pp == 1:
-        return _run(_engine(source, group, group, None, proposer, options), group, use)
+        return _run(_engine(source, group, group, None, ep, proposer, options), group, use)
     with Mesh(group, pp=pp, tp=group.world_size // pp) as mesh:
-        llm = _engine(source, group, mesh.tp, partial(Stage, group=group, mesh=mesh), proposer, options)
+        llm = _engine(source, group, mesh.tp, partial(Stage, group=group, mesh=mesh), ep, proposer, options)
         return _run(llm, group, use)
 
 
@@ -86,15 +88,16 @@ def _engine(
     group: Group,
     sharers: Group,
     take: Callable[[Transformer], Stage] | None,
+    ep: bool,
     proposer: Any,
     options: dict[str, Any],
 ) -> LLM:
     """This rank's. sharers: the ranks that share its layers. take: these layers of the whole model; None = all."""
     if isinstance(source, Transformer):
-        found = {"model": cut_quantized(source if take is None else take(source), sharers)}
+        found = {"model": cut_quantized(source if take is None else take(source), sharers, whole_experts=ep)}
     else:
         of_folder = {name: options.pop(name) for name in OF_FOLDER if name in options}
-        found = _loaded(source, sharers, take, **of_folder)
+        found = _loaded(source, sharers, take, ep, **of_folder)
     model = as_part(found["model"], sharers)
     if group.rank == 0 and proposer is not None:
         options["proposer"] = proposer_named(proposer, model) if isinstance(proposer, str) else proposer
@@ -139,6 +142,7 @@ def _loaded(
     source: str | Path,
     group: Group,
     take: Callable[[Transformer], Stage] | None,
+    ep: bool,
     *,
     device=None,
     dtype=None,
@@ -146,7 +150,7 @@ def _loaded(
 ) -> dict[str, Any]:
     folder, device = folder_of(str(source), option="folder"), device or group.device
     options = {"dtype": dtype_of(dtype, device), "max_seq_len": max_seq_len}
-    part = load_part(folder, group, device=device, take=take, **options)
+    part = load_part(folder, group, device=device, take=take, whole_experts=ep, **options)
     return {
         "model": part.model,
         "tokenizer": Tokenizer.load(folder),

@@ -37,6 +37,7 @@ CASES = {  # name -> (variant of the model, options of the engine)
     "tied": ("tied", TIGHT),
     "window": ("window", TIGHT),
     "experts": ("experts", TIGHT),
+    "whole-experts": ("experts", {**TIGHT, "ep": True}),
 }
 OF_STAGES = [name for name, (_, options) in CASES.items() if not options.keys() & {"async_scheduling", "graphs"}]
 CASES |= {"deep": ("deep", TIGHT), "deep-drafts": ("deep", {**TIGHT, "proposer": "ngram", "preemption": "swap"})}
@@ -126,7 +127,9 @@ def mixed(group, names, count, seed, pp=1):
     for name in names:
         variant, options = CASES[name]
         requests = requests_of(seed, count)
-        found[name] = over_ranks(group, model_of(variant), lambda llm, r=requests: drive(llm, r, seed), pp=pp, **options)
+        found[name] = over_ranks(
+            group, model_of(variant), lambda llm, r=requests: drive(llm, r, seed), pp=pp, **options
+        )
     return found
 
 
