@@ -126,7 +126,9 @@ def mixed(group, names, count, seed, pp=1):
     for name in names:
         variant, options = CASES[name]
         requests = requests_of(seed, count)
-        found[name] = over_ranks(group, model_of(variant), lambda llm, r=requests: drive(llm, r, seed), pp=pp, **options)
+        found[name] = over_ranks(
+            group, model_of(variant), lambda llm, r=requests: drive(llm, r, seed), pp=pp, **options
+        )
     return found
 
 
