@@ -89,6 +89,10 @@ def command(
     ] = False,
     tp: Annotated[int, MODEL(help="Ranks that share every layer; the text is shown when it is complete.", min=1)] = 1,
     pp: Annotated[int, MODEL(help="Stages that the layers are divided into, of --tp ranks each.", min=1)] = 1,
+    ep: Annotated[
+        bool,
+        MODEL("--ep", help="With --tp: each rank has some of the experts, not a part of each."),
+    ] = False,
     json_file: JsonFile = None,
 ) -> int:
     """Write on from a prompt, streaming, or from all prompts of a file together."""
@@ -111,7 +115,7 @@ def command(
     defaults = {"temperature": TEMPERATURE} | sampling_of(folder) | {"max_tokens": max_new_tokens, "seed": seed}
     defaults |= {} if temperature is None else {"temperature": temperature}
     requests = None if batch is None else list(read_requests(batch, defaults))
-    ranks = check_ranks(tp, pp, device)
+    ranks = check_ranks(tp, pp, device, ep)
     if ranks > 1 and adapter is not None:
         raise ValueError(f"--adapter {adapter} on {ranks} ranks: a store of adapters knows whole models, leave one out")
     where, tokenizer = device_of(device), Tokenizer.load(folder)
@@ -127,6 +131,7 @@ def command(
     if ranks > 1:
         options |= limits | {
             "pp": pp,
+            "ep": ep,
             "device": device,
             "dtype": wanted,
             "max_seq_len": max_seq_len,

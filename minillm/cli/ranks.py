@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 TIMEOUT_S = 600.0  # a rank may wait this long for another one; an idle rank 0 is heard every few seconds
 
 
-def check_ranks(tp: int, pp: int, device: str | None) -> int:
+def check_ranks(tp: int, pp: int, device: str | None, ep: bool = False) -> int:
     """How many ranks they are. ValueError if torchrun has started another number, and for one device for all of them.
 
-    tp, pp: ranks that share a layer; stages of layers.
+    tp, pp: ranks that share a layer; stages of layers. ep: whole experts on each rank, of which there have to be some.
     """
     ranks, said = tp * pp, f"--tp {tp}" if pp == 1 else f"--tp {tp} --pp {pp}"
     if _under_torchrun() and (started := os.environ.get("WORLD_SIZE")) != str(ranks):
@@ -30,6 +30,8 @@ def check_ranks(tp: int, pp: int, device: str | None) -> int:
             f"{said}: torchrun has started {started} ranks, which all take part: "
             + (f"say --tp {started}" if pp == 1 else f"make the product {started}")
         )
+    if ep and tp == 1:
+        raise ValueError("--ep shares out experts among the ranks of --tp: say how many with --tp N, or leave --ep out")
     if ranks > 1 and device is not None and ":" in device:
         raise ValueError(f"--device {device} is one device for {ranks} ranks: say {device.partition(':')[0]}")
     return ranks

@@ -86,6 +86,10 @@ def command(
     ] = False,
     tp: Annotated[int, MODEL(help="Ranks that share every layer; the first of them answers.", min=1)] = 1,
     pp: Annotated[int, MODEL(help="Stages that the layers are divided into, of --tp ranks each.", min=1)] = 1,
+    ep: Annotated[
+        bool,
+        MODEL("--ep", help="With --tp: each rank has some of the experts, not a part of each."),
+    ] = False,
 ) -> int:
     """Serve a model over HTTP to any OpenAI client."""
     check_installed("serve")
@@ -110,7 +114,7 @@ def command(
     if order == "arrival" and any(share != Share() for share in shares_of(keys).values()):
         raise ValueError("--order arrival knows no tenants: leave weight= and running= out of --api-keys, or use fair")
     limits = Limits(max_body, max_prompt, max_n, max_open, max_open_per_tenant, timeout)
-    ranks = check_ranks(tp, pp, device)
+    ranks = check_ranks(tp, pp, device, ep)
     if ranks > 1 and folders:
         raise ValueError(f"--adapter on {ranks} ranks: a store of adapters knows whole models, leave one of them out")
     engine = {"max_num_seqs": max_num_seqs, "token_budget": token_budget, "kv_dtype": kv}
@@ -129,7 +133,7 @@ def command(
             typer.echo(f"{known}: {address}/v1 for OpenAI's clients, {address}/ to try it in a browser", err=True)
 
         if ranks > 1:
-            options["pp"] = pp
+            options |= {"pp": pp, "ep": ep}
             options |= {} if drafter == "none" else {"proposer": drafter, "k": k}
 
             def app_of(llm: LLM) -> "FastAPI":  # on rank 0, which goes on with the time of this process
