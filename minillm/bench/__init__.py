@@ -31,6 +31,7 @@ BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compar
     "serve": ("minillm.bench.serve", "continuous batching and prefix cache against transformers' generate and manager"),
     "quantize": ("minillm.bench.quantize", "decoding with weights in 8 and 4 bits against float32 and torchao"),
     "adapters": ("minillm.bench.adapters", "many adapters in one batch against a loop, merged models and peft"),
+    "ranks": ("minillm.bench.ranks", "decoding on two ranks against one of them, and against what is predicted"),
     "engine-overhead": ("minillm.bench.engine_overhead", "host work of an engine step, without a model"),
     "speculate": ("minillm.bench.speculate", "speculative decoding against none and transformers' assisted generation"),
 }

@@ -14,7 +14,8 @@ from minillm.comm import Group
 from minillm.model import ModelConfig
 from minillm.model.initialise import Draw, initial
 from minillm.model.moe import MoE
-from minillm.parallel.tensor_parallel.experts import cut_experts
+from minillm.model.transformer import blocks_of
+from minillm.parallel.tensor_parallel.experts import cut_experts, keep_own_experts
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, fused_column_linears
 from minillm.parallel.tensor_parallel.plan import check_heads, part_of, placement_of, whole_shapes
 from minillm.parallel.tensor_parallel.regions import Region
@@ -27,7 +28,13 @@ from minillm.parallel.tensor_parallel.vocab import (
 
 
 def tensor_parallel(
-    module: nn.Module, config: ModelConfig, group: Group, *, sequence: bool = False, regather: bool = True
+    module: nn.Module,
+    config: ModelConfig,
+    group: Group,
+    *,
+    sequence: bool = False,
+    regather: bool = True,
+    whole_experts: bool = False,
 ) -> nn.Module:
     """Cuts `module`, whole and the same on every rank (or on "meta"), into this rank's part of it, in place, and
     returns it.
@@ -36,17 +43,18 @@ def tensor_parallel(
         Its `logits` then gives this rank's words, and what travels between a pipeline's parts is
         [batch, seq / module.sequence_shards, hidden].
     sequence, regather: sequence parallelism, see `regions.Region`.
+    whole_experts: for inference, a rank has some experts of a layer in place of a part of each.
 
     Names stay, so does requires_grad; parameters are new, so make optimizers afterwards. ValueError for a module of
     another kind, heads that do not divide over the ranks, and a module that is cut already.
     """
+    if whole_experts and config.moe is None:
+        raise ValueError("whole experts are for a model that has experts, and this one has none: leave ep out.")
     if any(isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) for layer in module.modules()):
         raise ValueError("this module is tensor parallel already: cut a whole one.")
     region = Region(group, sequence, regather)
     check_heads(config, group.world_size)
-    blocks = getattr(module, "blocks", ())
-    blocks = list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
-    embedding, head = getattr(module, "embedding", None), getattr(module, "head", None)
+    blocks, embedding, head = blocks_of(module), getattr(module, "embedding", None), getattr(module, "head", None)
     if not blocks and embedding is None and head is None:
         raise ValueError(
             f"{type(module).__name__} has no blocks, embedding or head of a Transformer, so nothing would be cut: use "
@@ -55,7 +63,7 @@ def tensor_parallel(
     for block in blocks:
         mlp, of_mlp = block.mlp, region
         if isinstance(mlp, MoE):
-            cut_experts(mlp, region)
+            keep_own_experts(mlp, group) if whole_experts else cut_experts(mlp, region)
             mlp, of_mlp = mlp.shared, Region(group)
         for layer, columns, row_name, around in (
             (block.attention, ("q_proj", "k_proj", "v_proj"), "o_proj", region),

@@ -4,7 +4,7 @@
     q_proj, k_proj, v_proj  rows      a rank's heads; fewer kv heads than ranks: several ranks hold the same one
     gate_proj, up_proj      rows      a rank's columns of the hidden layer; padded likewise
     o_proj, down_proj       columns   what reads them
-    experts' matrices       columns   of every expert's hidden layer, as of an MLP's
+    experts' matrices       columns   of every expert's hidden layer, as of an MLP's; or whole experts (`whole_experts`)
     norms, routers          whole     on every rank
 
 The rules give placements (`sharding/placement.py`), which do all cutting and joining. A zero row of gate or up gives
@@ -54,10 +54,13 @@ def check_heads(config: ModelConfig, world_size: int) -> None:
         )
 
 
-def part_of(config: ModelConfig, name: str, rank: int, world_size: int, sequence: bool = False) -> Part:
+def part_of(
+    config: ModelConfig, name: str, rank: int, world_size: int, sequence: bool = False, whole_experts: bool = False
+) -> Part:
     """Which part of parameter `name` (its name in the whole model, or the end of it) `rank` of `world_size` holds.
 
-    sequence: norms between the parallel regions see a part of the sequence. ValueError for heads that do not divide.
+    sequence: norms between the parallel regions see a part of the sequence. whole_experts: a rank has some experts, not
+    a part of each. ValueError for heads that do not divide.
     """
     check_heads(config, world_size)
     if name.endswith(HEAD_NORMS):
@@ -65,7 +68,7 @@ def part_of(config: ModelConfig, name: str, rank: int, world_size: int, sequence
     if name.endswith("router.weight"):
         return Replicate(copy=rank)
     if name.endswith(EXPERTS):
-        return Shard(2, rank, world_size)
+        return Shard(0 if whole_experts else 2, rank, world_size)
     if name.endswith("norm.weight"):
         return _partial_if(sequence and world_size > 1, Replicate(copy=rank))
     if name.endswith(KV_ROWS):

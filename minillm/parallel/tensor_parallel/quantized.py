@@ -38,14 +38,14 @@ class QuantizedRow(nn.Module):
 
 
 @torch.no_grad()
-def cut_quantized(model: Transformer, group: Group) -> Transformer:
+def cut_quantized(model: Transformer, group: Group, *, whole_experts: bool = False) -> Transformer:
     """`tensor_parallel`, in place, of a model of which some layers may be quantized. ValueError for layers that cannot
     be cut without rounding anew; nothing is changed then."""
     layers, config = quantized_layers(model), model.config
     parts = {name: _cut(name, layer, config, group) for name, layer in layers.items()}
     for name, layer in layers.items():
         model.set_submodule(name, nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta"))
-    tensor_parallel(model, config, group)
+    tensor_parallel(model, config, group, whole_experts=whole_experts)
     put_quantized(model, parts)
     return model
 

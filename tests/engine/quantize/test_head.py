@@ -82,4 +82,4 @@ def test_refusals(capsys):
     with pytest.raises(ValueError, match="the head of this model is in int8 already: load the model that it was"):
         quantize_head(model)
     assert run(["generate", "def ", "--int8-head", "--tp", "2"]) == 2
-    assert "--int8-head with --tp 2: a head that is cut over ranks" in capsys.readouterr().err
+    assert "--int8-head on 2 ranks: a head that is cut over ranks" in capsys.readouterr().err

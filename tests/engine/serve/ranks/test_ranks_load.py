@@ -69,11 +69,14 @@ def counting():
         weights._open = opened
 
 
-def read_part(group, folder):
+def read_part(group, folder, ep=False):
     with counting():
-        model, said = load_part(folder, group)
+        model, said = load_part(folder, group, whole_experts=ep)
     whole = load_hf(folder)
-    cut = cut_quantized(whole, group) if quantized_layers(whole) else tensor_parallel(whole, whole.config, group)
+    if quantized_layers(whole):
+        cut = cut_quantized(whole, group)
+    else:
+        cut = tensor_parallel(whole, whole.config, group, whole_experts=ep)
     tokens = torch.arange(20)[None]
     with torch.inference_mode():
         assert torch.equal(model(tokens), cut(tokens))
@@ -85,13 +88,19 @@ def read_part(group, folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "tp"), [pytest.param("plain", 4, marks=pytest.mark.full), ("tied, biases, uneven", 4), ("experts", 2)]
+    ("name", "tp", "ep"),
+    [
+        pytest.param("plain", 4, False, marks=pytest.mark.full),
+        ("tied, biases, uneven", 4, False),
+        ("experts", 2, False),
+        ("experts", 2, True),
+    ],
 )
-def test_a_rank_reads_its_own_bytes(name, tp, tmp_path):
+def test_a_rank_reads_its_own_bytes(name, tp, ep, tmp_path):
     config = FOLDERS[name]
     save_hf(Transformer(config, seed=1), tmp_path / "model", max_shard_bytes=100_000)
     whole = nbytes(Transformer(config, seed=1))
-    ranks = launch(read_part, tp, tmp_path / "model")
+    ranks = launch(read_part, tp, tmp_path / "model", ep)
     for taken, said, held in ranks:
         assert said <= held <= weight_bytes(config, tp, 4)
         assert taken <= 1.05 * held and taken - said <= 4 * config.hidden_size  # one row says the type
