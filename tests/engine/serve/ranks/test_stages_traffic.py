@@ -122,13 +122,7 @@ def test_as_many_steps_are_under_way_as_there_are_stages():
 def test_pieces_of_one_prompt_follow_each_other():
     records, _ = launch(under_way, 2, [list(range(40))])[0]
     pieces = [record for record in records if record.tokens > 1]
-    assert [record.tokens for record in pieces] == [8] * 5 and [record.in_flight for record in pieces] == [
-        1,
-        2,
-        2,
-        2,
-        2,
-    ]
+    assert [(record.tokens, record.in_flight) for record in pieces] == [(8, 1), (8, 2), (8, 2), (8, 2), (8, 2)]
     assert {record.in_flight for record in records[5:]} == {1}  # the next token needs the one before it
 
 
