@@ -57,7 +57,8 @@ class Pipelined(EngineCore):
         try:
             self.runner.read(step.outputs)
             self.requests.end_cancelled()
-            self.next_tokens.end_faulty(step)
+            for row, failure in step.outputs.faults.items():
+                self.next_tokens.failed(step.ready[row][0], failure)
         except Exception as failure:
             step.raised(failure)
         self.finish(step)
