@@ -107,8 +107,9 @@ class Scheduler:
     def schedule(self) -> Plan:
         """The next step. Empty only when nothing waits or runs, or all that does is under way."""
         self.step += 1
-        plan, prompts, drafts, share = Plan(), [], 0, -(-self.num_seqs // self.stages)
+        plan, prompts, drafts = Plan(), [], 0
         batch, size, references = plan.batch, self.pool.block_size, self.pool.references
+        share = -(-self.num_seqs // self.stages)  # of the sequences that end in a token to sample
         for sequence in self.running.copy():
             computed = sequence.num_computed
             drafts += sequence.num_draft_tokens
