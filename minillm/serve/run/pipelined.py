@@ -49,8 +49,7 @@ class Pipelined(EngineCore):
             self._read(launched.popleft())
 
     def recover(self, error: str) -> None:
-        self.launched.clear()
-        self.runner.read_all()
+        self.launched.clear()  # the runner reads what it has of them before anything later
         super().recover(error)
 
     def _read(self, step: Step) -> None:
