@@ -126,10 +126,8 @@ def mixed(group, names, count, seed, pp=1):
     found = {}
     for name in names:
         variant, options = CASES[name]
-        requests = requests_of(seed, count)
-        found[name] = over_ranks(
-            group, model_of(variant), lambda llm, r=requests: drive(llm, r, seed), pp=pp, **options
-        )
+        requests, options = requests_of(seed, count), {"pp": pp, **options}
+        found[name] = over_ranks(group, model_of(variant), lambda llm, r=requests: drive(llm, r, seed), **options)
     return found
 
 

@@ -101,9 +101,9 @@ def of_stage(config, tp, rank, *, first, last, steps):
     return tuple(sums["all_reduce"]), tuple(sums["all_gather"])
 
 
-def under_way(group, prompts):
+def under_way(group, prompts, n=1):
     def use(llm):
-        llm.generate(prompts, GREEDY)
+        llm.generate(prompts, replace(GREEDY, n=n))
         return list(llm.records), llm.runner.waited()
 
     return over_ranks(group, model_of("plain"), use, pp=2, chunk=8)
@@ -119,16 +119,16 @@ def test_as_many_steps_are_under_way_as_there_are_stages():
     assert not one & another
 
 
+def test_samples_of_one_prompt_are_shared_among_the_steps():
+    records, _ = launch(under_way, 2, [[1, 2, 3]], 4)[0]
+    assert [record.tokens for record in records] == [3, *[2] * 14]
+    assert [record.in_flight for record in records[2:]] == [2] * 13
+
+
 def test_pieces_of_one_prompt_follow_each_other():
     records, _ = launch(under_way, 2, [list(range(40))])[0]
     pieces = [record for record in records if record.tokens > 1]
-    assert [record.tokens for record in pieces] == [8] * 5 and [record.in_flight for record in pieces] == [
-        1,
-        2,
-        2,
-        2,
-        2,
-    ]
+    assert [(record.tokens, record.in_flight) for record in pieces] == [(8, 1), (8, 2), (8, 2), (8, 2), (8, 2)]
     assert {record.in_flight for record in records[5:]} == {1}  # the next token needs the one before it
 
 
