@@ -34,13 +34,14 @@ def over_ranks(
     use: Callable[[LLM], Result],
     *,
     proposer: Any = None,
+    prefill: Any = None,
     **options: Any,
 ) -> Result | None:
     """What `use(llm)` returns, on rank 0; the other ranks compute its steps until it returns, and return None.
 
     source: a Hugging Face folder, of which each rank reads its part, or a model that is whole on every rank and is cut
-    in place. proposer: of draft tokens, by its name in `PROPOSERS`, or an object; rank 0 alone has it. options: of
-    `LLM`, with a folder also device, dtype and max_seq_len of `engine_options`; the same on every rank.
+    in place. proposer: of draft tokens, by its name in `PROPOSERS`, or an object; rank 0 alone has it.
+    prefill: see `LLM`, which every rank is given. options: of `LLM`, with a folder also device, dtype and max_seq_len of `engine_options`; the same on every rank.
 
     ValueError for heads that do not divide over the ranks and for what is not cut. If `use` leaves an exception, the
     ranks end with it.
@@ -57,14 +58,18 @@ def over_ranks(
         found = {"model": cut_quantized(source, group)}
     else:
         found = _loaded(source, group, **{name: options.pop(name) for name in OF_FOLDER if name in options})
+    whole = found["model"].config
     model = as_part(found["model"], group)
     if group.rank == 0 and proposer is not None:
         options["proposer"] = proposer_named(proposer, model) if isinstance(proposer, str) else proposer
     llm = LLM(**found | options)
     runner = llm.runner
+    if prefill is not None:
+        llm.handovers = prefill.attach(llm, whole)
     if group.rank:
         with sigterm_ignored():  # rank 0 may have requests to end: it says when there are no more steps
             runner.follow()
+        _close(llm)
         runner.channel.close(group)
         return None
     runner.lead()
@@ -75,9 +80,16 @@ def over_ranks(
         raise
     finally:
         runner.end()
+        _close(llm)
     runner.check()
     runner.channel.close(group)
     return result
+
+
+def _close(llm: LLM) -> None:
+    """Ends what connects it to other engines."""
+    if llm.handovers is not None:
+        llm.handovers.close()
 
 
 @contextmanager
