@@ -37,9 +37,10 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
         "serve",
         "engine requests/params requests/request requests/table schedule/sequence schedule/scheduler schedule/blocks "
         "run/core run/step run/step_inputs run/model_runner sample/next_tokens sample/reference",
-        2000,
+        2085,
     ),
     "an engine over ranks": ("serve/ranks", "engine message runner part", 400),
+    "keys handed over": ("serve/transfer", "decode receive prefill send layout", 1000),
     "a rank's part of a folder": ("parallel/tensor_parallel", "plan load quantized", 400),
     "prefix cache": ("serve", "schedule/blocks schedule/sequence", 350),
     "quantized weights": ("quantize", "formats linear kernels in_place", 745),

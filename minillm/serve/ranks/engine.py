@@ -41,7 +41,8 @@ def over_ranks(
 
     source: a Hugging Face folder, of which each rank reads its part, or a model that is whole on every rank and is cut
     in place. proposer: of draft tokens, by its name in `PROPOSERS`, or an object; rank 0 alone has it.
-    prefill: see `LLM`, which every rank is given. options: of `LLM`, with a folder also device, dtype and max_seq_len of `engine_options`; the same on every rank.
+    prefill: see `LLM`. options: of `LLM`, with a folder also device, dtype and max_seq_len of `engine_options`; the
+    same on every rank.
 
     ValueError for heads that do not divide over the ranks and for what is not cut. If `use` leaves an exception, the
     ranks end with it.

@@ -1,4 +1,4 @@
-"""The decode side: an admitted sequence has its blocks, waits while a prefill pool fills them, and goes on as after a hit.
+"""The decode side: an admitted sequence waits while a prefill pool fills its blocks, and goes on as after a hit.
 
     admit ──▶ blocks of the whole prompt ──▶ begin: ask, (RECEIVE, ticket, block) ──▶ keys arrive ──▶ `received`
                                               no room, no computation                    │
@@ -55,7 +55,8 @@ class Waiting:
 @dataclass(frozen=True)
 class HandOver:
     """One that is over. name: of the sequence. asked, received: tokens. nbytes: of keys and values that were written
-    here, by layer, of all ranks. outcome: "whole", or why it is not."""
+    here, by layer, of all ranks. outcome: "whole", "given up" (the sequence was preempted or has ended), "gone", "timed
+    out" or "refused", then for the reason that the pool gives."""
 
     ticket: int
     name: str
@@ -64,6 +65,7 @@ class HandOver:
     nbytes: tuple[int, ...]
     seconds: float
     outcome: str
+    reason: str = ""
 
 
 class DecodeSide:
@@ -71,7 +73,8 @@ class DecodeSide:
     comes from other threads by way of `_news`.
 
     handed_over: the last ones. receipts: what the pool's rank 0 says of the last ones it sent. outcomes: how many ended
-    how. received, recomputed: tokens whose keys came, and that were asked for in vain.
+    how. received, recomputed: tokens whose keys came, and that were asked for in vain. ready:
+    whether a pool is connected.
     """
 
     def __init__(self, llm: "LLM", config: ModelConfig, group: Group | None, address: str, limits: tuple[int, float]):
@@ -86,7 +89,9 @@ class DecodeSide:
         self._news: deque[tuple] = deque()
         self._wake = threading.Event()
         self._asks: queue.SimpleQueue = queue.SimpleQueue()
-        self._epochs, self._epoch, self._ready, self._closed = count(1), 0, False, False
+        self._epochs, self._epoch = count(1), 0  # an epoch: from a connection to its end
+        self._closed, self.ready = False, False
+        self._heard = time.monotonic()
         self._control: Line | None = None
         ranks = 1 if group is None else group.world_size
         peer, digest = secrets.randbits(PEER_BITS), digest_of(llm.model)
@@ -109,7 +114,7 @@ class DecodeSide:
         start, size = sequence.num_computed, self.pool.block_size
         asked = sequence.num_tokens - 1 - start
         certain = not sequence.num_pending and start % size == 0 and sequence.adapter is None
-        if not self._ready or asked < self.min_tokens or not certain or sequence in self._alone:
+        if not self.ready or asked < self.min_tokens or not certain or sequence in self._alone:
             return False
         ticket, now = next(self._tickets), time.monotonic()
         whole = dict.fromkeys(range(self.layout.ranks), 0)
@@ -127,13 +132,15 @@ class DecodeSide:
             if what == "whole":
                 self._has_arrived(*told)
             elif what == "failed":
-                self._end(*told)
+                self._end(told[0], "refused", told[1])
             else:
                 for each in [each for each in self._waiting.values() if each.epoch <= told[0]]:
-                    self._end(each.ticket, "the pool has gone")
+                    self._end(each.ticket, "gone")
         oldest = next(iter(self._waiting.values()), None)
         while oldest is not None and time.monotonic() - oldest.began > self.timeout_s:
             self._end(oldest.ticket, "timed out")
+            if time.monotonic() - self._heard > self.timeout_s:  # of no other sequence either
+                self._control.close()
             oldest = next(iter(self._waiting.values()), None)
 
     def wait(self) -> None:
@@ -155,13 +162,13 @@ class DecodeSide:
 
     def close(self) -> None:
         """Ends connections and threads. The engine goes on by itself."""
-        self._closed, self._ready = True, False
-        if self._control is not None:
-            self._control.close()
+        self._closed, self.ready = True, False
+        self._control.close()
         self._asks.put(None)
         self._wake.set()
         for thread in self._threads:
             thread.join()
+        self._control.close()  # one that has just been made
         self._members.close()
         self.receiver.disconnect()
         self._post("lost", self._epoch)
@@ -173,16 +180,16 @@ class DecodeSide:
         if min(waiting.whole.values()) >= waiting.asked:
             self._end(ticket, "whole")
 
-    def _end(self, ticket: int, outcome: str) -> None:
+    def _end(self, ticket: int, outcome: str, reason: str = "") -> None:
         """Its sequence goes on with what is whole."""
         if (waiting := self._waiting.get(ticket)) is None:
             return
-        received = self._forget(waiting, outcome)
+        received = self._forget(waiting, outcome, reason)
         if outcome != "whole":
             self._alone.add(waiting.sequence)
         self.scheduler.received(waiting.sequence, waiting.start + received)
 
-    def _forget(self, waiting: Waiting, outcome: str) -> int:
+    def _forget(self, waiting: Waiting, outcome: str, reason: str = "") -> int:
         """Returns how many tokens are whole."""
         del self._waiting[waiting.ticket]
         self.pool.moves.append((CLOSE, waiting.ticket, 0))
@@ -191,7 +198,8 @@ class DecodeSide:
         received = min(waiting.asked, *waiting.whole.values())
         nbytes = tuple(map(sum, zip(*waiting.nbytes.values(), strict=True))) or (0,) * self.layout.layers
         seconds, name = time.monotonic() - waiting.began, waiting.sequence.name
-        self.handed_over.append(HandOver(waiting.ticket, name, waiting.asked, received, nbytes, seconds, outcome))
+        facts = (waiting.asked, received, nbytes, seconds, outcome, reason)
+        self.handed_over.append(HandOver(waiting.ticket, name, *facts))
         self.outcomes[outcome] += 1
         self.nbytes += sum(nbytes)
         if outcome != "given up":
@@ -202,6 +210,7 @@ class DecodeSide:
     # From here on: other threads.
 
     def _post(self, *news: object) -> None:
+        self._heard = time.monotonic()
         self._news.append(news)
         self._wake.set()
 
@@ -232,7 +241,7 @@ class DecodeSide:
         if reason := next(filter(None, reasons), None):
             line.close()
             raise Unreachable(f"{reason}.")
-        self._ready = True
+        self.ready = True
         return line
 
     def _hear(self) -> None:
@@ -240,7 +249,7 @@ class DecodeSide:
         while not self._closed:
             while (message := self._control.hear()) is not None:
                 self._take(message)
-            self._ready = False
+            self.ready = False
             self._post("lost", self._epoch)
             for line in self._reconnected():
                 self._control = line

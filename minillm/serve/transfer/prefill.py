@@ -134,6 +134,9 @@ class PrefillSide:
             peer, line, message = self.inbox.get()
             if message is None:  # it has gone
                 given_up = [each.ticket for each in self._asked.values() if peer_of(each.ticket) == peer]
+            elif "state" in message:
+                line.tell(used=llm.pool.used, unfinished=llm.unfinished, staged=self.sender.staged_bytes)
+                continue
             elif "give_up" in message:
                 given_up = [each.ticket for each in self._asked.values() if each.ticket == message["give_up"]]
             else:

@@ -135,7 +135,7 @@ class Receiver:
 
     def _fits(self, frame: Frame) -> bool:
         mine = self.layout.heads_of(self.rank)
-        there = mine.start <= frame.head and 0 < frame.heads and frame.head + frame.heads <= mine.stop
+        there = mine.start <= frame.head and frame.heads > 0 and frame.head + frame.heads <= mine.stop
         size = frame.tokens * frame.heads * bytes_of_head(self.cache)
         return there and frame.tokens > 0 and 0 <= frame.layer < self.layout.layers and frame.nbytes == size
 

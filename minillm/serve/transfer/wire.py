@@ -7,6 +7,7 @@ A ticket stands for one attempt to hand over one sequence. No two attempts share
 ones have higher numbers.
 """
 
+import contextlib
 import json
 import socket
 import struct
@@ -108,10 +109,8 @@ class Line:
 
     def close(self) -> None:
         """Whoever reads it, here or there, comes to its end."""
-        try:
+        with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self.connection.close()
 
 
