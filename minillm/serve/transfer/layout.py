@@ -42,7 +42,7 @@ class Layout:
     @classmethod
     def of(cls, config: ModelConfig, cache: PagedCache, model: str, ranks: int) -> "Layout":
         """config: of the whole model."""
-        kept = " + ".join(f"{size} {str(dtype).removeprefix('torch.')}" for dtype, size in kept_as(cache))
+        kept = ", ".join(f"{size} {str(dtype).removeprefix('torch.')}" for dtype, size in kept_as(cache))
         return cls(config.num_layers, config.num_kv_heads, config.head_dim, kept, model, ranks)
 
     def to_json(self) -> dict[str, int | str]:

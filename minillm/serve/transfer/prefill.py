@@ -22,6 +22,7 @@ from minillm.model import ModelConfig, Transformer
 from minillm.serve.ranks.engine import over_ranks
 from minillm.serve.requests.output import Output
 from minillm.serve.requests.params import SamplingParams
+from minillm.serve.requests.request import Request
 from minillm.serve.run.step import Step
 from minillm.serve.schedule.sequence import Sequence
 from minillm.serve.transfer.layout import Layout, digest_of
@@ -60,6 +61,7 @@ class Asked:
     sent yet."""
 
     ticket: int
+    request: Request
     line: Line
     start: int
     sent: int
@@ -102,7 +104,7 @@ class PrefillSide:
             self._take_inbox(llm)
             if self._asked and self.sender.staged_bytes > MOST_STAGED:
                 time.sleep(BUSY_S)
-            elif llm.unfinished:
+            elif self._asked:
                 for output in llm.step():
                     self._ended(output)
             else:
@@ -133,17 +135,16 @@ class PrefillSide:
         while not self.inbox.empty():
             peer, line, message = self.inbox.get()
             if message is None:  # it has gone
-                given_up = [each.ticket for each in self._asked.values() if peer_of(each.ticket) == peer]
+                given_up = [each for each in self._asked.values() if peer_of(each.ticket) == peer]
             elif "state" in message:
                 line.tell(used=llm.pool.used, unfinished=llm.unfinished, staged=self.sender.staged_bytes)
                 continue
             elif "give_up" in message:
-                given_up = [each.ticket for each in self._asked.values() if each.ticket == message["give_up"]]
+                given_up = [each for each in self._asked.values() if each.ticket == message["give_up"]]
             else:
                 self._add(llm, line, message)
                 continue
-            for ticket in given_up:
-                llm.cancel(str(ticket))
+            llm.requests.cancelled.extend(each.request for each in given_up)
 
     def _add(self, llm: "LLM", line: Line, message: dict) -> None:
         ticket, start = message["ask"], message["start"]
@@ -153,7 +154,7 @@ class PrefillSide:
         except (ValueError, RuntimeError) as refusal:
             line.tell(failed=ticket, why=str(refusal))
             return
-        self._asked[request.samples[0]] = Asked(ticket, line, start, start)
+        self._asked[request.samples[0]] = Asked(ticket, request, line, start, start)
 
     def _ended(self, output: Output) -> None:
         ticket = int(output.request_id)
