@@ -34,8 +34,8 @@ SEND_COLUMNS = 4
 
 @dataclass(frozen=True)
 class Sent:
-    """A frame on its way: when its layer was computed, when the wire began and ended to carry it (seconds of
-    `time.monotonic`)."""
+    """A frame that has left: when its layer was computed, when the wire began and ended to carry it (seconds of
+    `time.monotonic`; of an emulated wire its own)."""
 
     ticket: int
     layer: int
@@ -72,11 +72,12 @@ class Outlet:
             frame, rows, copied, computed = item
             if copied is not None:
                 copied.synchronize()
-            began, delivered = self._sender.pace(frame.nbytes, computed)
-            if (wait := delivered - time.monotonic()) > 0:
+            began, ended = self._sender.pace(frame.nbytes, computed)
+            if (wait := ended + self._sender.latency_s - time.monotonic()) > 0:
                 time.sleep(wait)
             self.line.send(frame.to_bytes(), *to_bytes(rows))
-            self._sender.left(Sent(frame.ticket, frame.layer, frame.nbytes, computed, began, time.monotonic()))
+            ended = ended if self._sender.link else time.monotonic()
+            self._sender.left(Sent(frame.ticket, frame.layer, frame.nbytes, computed, began, ended))
 
 
 class Sender:
@@ -86,6 +87,7 @@ class Sender:
     def __init__(self, cache: PagedCache, layout: Layout, rank: int, link: Link | None = None):
         self.cache, self.layout, self.rank, self.link = cache, layout, rank, link
         self.staged_bytes = 0
+        self.latency_s = 0.0 if link is None else link.latency_s
         self.sent: dict[int, list[Sent]] = {}  # by ticket, until `receipt` takes it
         self._outlets: dict[int, list[Outlet]] = {}  # by peer
         self._lock, self._free_at = threading.Lock(), 0.0
@@ -144,14 +146,14 @@ class Sender:
             outlet.put(count)
 
     def pace(self, nbytes: int, computed: float) -> tuple[float, float]:
-        """(when the wire begins, when it has delivered) a message of so many bytes that was there at `computed`."""
+        """When an emulated wire begins and ends to carry a message of so many bytes that was there at `computed`; now,
+        without one."""
         if self.link is None:
-            now = time.monotonic()
-            return now, now
+            return (time.monotonic(),) * 2
         with self._lock:
             began = max(computed, self._free_at)
             self._free_at = began + nbytes / self.link.bandwidth_bytes_per_s
-            return began, self._free_at + self.link.latency_s
+            return began, self._free_at
 
     def left(self, sent: Sent) -> None:
         with self._lock:
