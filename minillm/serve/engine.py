@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from minillm.adapters.store import AdapterStore
     from minillm.serve.speculate.adaptive import AdaptiveK
     from minillm.serve.speculate.proposal import Proposer
+    from minillm.serve.transfer.pool import PrefillAt, PrefillPool
 
 
 class LLM:
@@ -60,6 +61,8 @@ class LLM:
     `run/async_scheduling.py`. kv_dtype: "int8" or "fp8" keeps keys and values in 8 bits with a scale for each token and
     head (`minillm/model/paged/quantized.py`); None = as the model computes them. adapters: folders of peft's by name,
     or an `AdapterStore` with limits of its own; a request names one.
+    prefill: a `PrefillPool`, or where there is one (`PrefillAt`), that computes the keys of long prompts, see
+    `minillm/serve/transfer`; handovers says what came of it.
     Any thread may add, cancel, generate and stream, also during a forward pass; steps happen one at a time. A step that
     Ctrl-C ends fails the requests that had begun, once the next step finds it so; those that wait stay queued.
     """
@@ -88,6 +91,7 @@ class LLM:
         async_scheduling: bool = False,
         kv_dtype: str | None = None,
         adapters: "AdapterStore | Mapping[str, str | Path] | None" = None,
+        prefill: "PrefillPool | PrefillAt | None" = None,
         scheduler: type[Scheduler] = Scheduler,
         **scheduling,
     ):
@@ -114,6 +118,7 @@ class LLM:
         self.core = core(self.runner, self.requests, keep_records=keep_records, record_blocks=record_blocks)
         self.records = self.core.records
         self.stepping = Lock()  # a step at a time; nothing else needs one, see `requests/table.py`
+        self.handovers = None if prefill is None else prefill.attach(self, model.config)
         self.interrupted = ""  # what ended a step amid its bookkeeping; "" = nothing
 
     @classmethod

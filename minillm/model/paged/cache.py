@@ -89,15 +89,15 @@ class PagedCache:
         layers = range(config.num_layers) if layers is None else layers
         shape = (2, len(layers), num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.block_size, self.format = block_size, format
-        self._parts: list[tuple[Tensor, Tensor]] = []  # on the device and on the host
+        self.parts: list[tuple[Tensor, Tensor]] = []  # on the device and on the host
         of_parts = [(shape, dtype)]
         if format is not None:
             of_parts = [(shape, format.code_dtype), (shape[:-1], format.scale_dtype)]
         for size, kind in of_parts:
             pool = torch.zeros(size, device=device, dtype=kind)
             of_host = (num_host_blocks, *size[:2], *size[3:])  # a block in one piece, for one copy
-            self._parts.append((pool, torch.zeros(of_host, dtype=kind, device="cpu", pin_memory=pool.is_cuda)))
-        self.pool, self.host = self._parts[0]
+            self.parts.append((pool, torch.zeros(of_host, dtype=kind, device="cpu", pin_memory=pool.is_cuda)))
+        self.pool, self.host = self.parts[0]
         self.layers = {
             layer: (self._of_layer(0, place), self._of_layer(1, place)) for place, layer in enumerate(layers)
         }
@@ -105,20 +105,20 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         """Of the blocks on the device, scales included."""
-        return sum(pool.nbytes for pool, _ in self._parts)
+        return sum(pool.nbytes for pool, _ in self.parts)
 
     def copy(self, source: int, target: int) -> None:
-        for pool, _ in self._parts:
+        for pool, _ in self.parts:
             pool[:, :, target] = pool[:, :, source]
 
     def to_host(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """The host does not wait: whatever reads `host` or writes these blocks later is queued behind on the device."""
-        for pool, host in self._parts:
+        for pool, host in self.parts:
             for block, slot in zip(blocks, slots, strict=True):
                 host[slot].copy_(pool[:, :, block], non_blocking=True)
 
     def from_host(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        for pool, host in self._parts:
+        for pool, host in self.parts:
             for slot, block in zip(slots, blocks, strict=True):
                 pool[:, :, block].copy_(host[slot], non_blocking=True)
 
@@ -129,7 +129,7 @@ class PagedCache:
         return PagedBatch(self, tables, starts, query_lens, backend)
 
     def _of_layer(self, kind: int, place: int) -> Tensor | QuantizedPool:
-        parts = [pool[kind, place] for pool, _ in self._parts]
+        parts = [pool[kind, place] for pool, _ in self.parts]
         return parts[0] if self.format is None else QuantizedPool(*parts, self.format)
 
 

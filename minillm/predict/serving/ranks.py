@@ -17,7 +17,7 @@ from minillm.predict.model import Shape
 from minillm.predict.training.tensor import Call, microbatch, parameters
 
 NUMBER = 8  # bytes of what a message is made of
-HEAD, FIRST = 29, 1024  # numbers before a step's arrays; numbers of the message that every step has
+HEAD, FIRST = 30, 1024  # numbers before a step's arrays; numbers of the message that every step has
 
 
 def weight_bytes(shape: Shape, world_size: int, itemsize: int) -> int:

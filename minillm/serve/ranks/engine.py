@@ -30,6 +30,7 @@ REFUSED = {
 }
 REFUSED_OF_STAGES = {
     "async_scheduling": "as many steps are under way as there are stages already",
+    "prefill": "a prefill pool hands keys over to ranks that have all layers",
     "graphs": "hidden states that arrive have no place in a recorded pass",
 }
 Result = TypeVar("Result")
@@ -43,24 +44,26 @@ def over_ranks(
     pp: int = 1,
     ep: bool = False,
     proposer: Any = None,
+    prefill: Any = None,
     **options: Any,
 ) -> Result | None:
     """What `use(llm)` returns, on rank 0; the other ranks compute its steps until it returns, and return None.
 
     source: a Hugging Face folder, of which each rank reads its part, or a model that is whole on every rank and is cut
     in place. pp: stages of consecutive layers, each shared by world_size / pp ranks (`run/pipelined.py`). ep: of each
-    layer of experts a rank has some, whole, in place of a part of every one. proposer: of
-    draft tokens, by its name in `PROPOSERS`, or an object; rank 0 alone has it. options: of `LLM`, with a folder also
-    device, dtype and max_seq_len of `engine_options`; the same on every rank.
+    layer of experts a rank has some, whole, in place of a part of every one. proposer: of draft tokens, by its name in
+    `PROPOSERS`, or an object; rank 0 alone has it. prefill: see `LLM`. options: of `LLM`, with a folder also device,
+    dtype and max_seq_len of `engine_options`; the same on every rank.
 
     ValueError for heads that do not divide over the ranks and for what is not cut. If `use` leaves an exception, the
     ranks end with it.
     """
-    _check(group.world_size, pp, proposer, options)
+    _check(group.world_size, pp, proposer, options | {"prefill": prefill})
+    rest = (ep, proposer, prefill, options)
     if pp == 1:
-        return _run(_engine(source, group, group, None, ep, proposer, options), group, use)
+        return _run(_engine(source, group, group, None, *rest), group, use)
     with Mesh(group, pp=pp, tp=group.world_size // pp) as mesh:
-        llm = _engine(source, group, mesh.tp, partial(Stage, group=group, mesh=mesh), ep, proposer, options)
+        llm = _engine(source, group, mesh.tp, partial(Stage, group=group, mesh=mesh), *rest)
         return _run(llm, group, use)
 
 
@@ -90,6 +93,7 @@ def _engine(
     take: Callable[[Transformer], Stage] | None,
     ep: bool,
     proposer: Any,
+    prefill: Any,
     options: dict[str, Any],
 ) -> LLM:
     """This rank's. sharers: the ranks that share its layers. take: these layers of the whole model; None = all."""
@@ -98,10 +102,14 @@ def _engine(
     else:
         of_folder = {name: options.pop(name) for name in OF_FOLDER if name in options}
         found = _loaded(source, sharers, take, ep, **of_folder)
+    whole = found["model"].config
     model = as_part(found["model"], sharers)
     if group.rank == 0 and proposer is not None:
         options["proposer"] = proposer_named(proposer, model) if isinstance(proposer, str) else proposer
-    return LLM(**found | options)
+    llm = LLM(**found | options)
+    if prefill is not None:
+        llm.handovers = prefill.attach(llm, whole)
+    return llm
 
 
 def _run(llm: LLM, group: Group, use: Callable[[LLM], Result]) -> Result | None:
@@ -110,6 +118,7 @@ def _run(llm: LLM, group: Group, use: Callable[[LLM], Result]) -> Result | None:
     if group.rank:
         with sigterm_ignored():  # rank 0 may have requests to end: it says when there are no more steps
             runner.follow()
+        _close(llm)
         runner.channel.close(group)
         return None
     runner.lead()
@@ -120,9 +129,16 @@ def _run(llm: LLM, group: Group, use: Callable[[LLM], Result]) -> Result | None:
         raise
     finally:
         runner.end()
+        _close(llm)
     runner.check()
     runner.channel.close(group)
     return result
+
+
+def _close(llm: LLM) -> None:
+    """Ends what connects it to other engines."""
+    if llm.handovers is not None:
+        llm.handovers.close()
 
 
 @contextmanager

@@ -7,6 +7,8 @@
 `AsyncScheduling` calls the same three, in another order. Whoever calls them takes care that it is one thread at a time.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from minillm.serve.requests.table import RequestTable
@@ -15,6 +17,10 @@ from minillm.serve.run.model_runner import Runner
 from minillm.serve.run.recorder import RecordLog, record
 from minillm.serve.run.step import InputBuilder, Step
 from minillm.serve.sample.next_tokens import NextTokens
+from minillm.serve.schedule.blocks import CLOSE, RECEIVE
+
+if TYPE_CHECKING:
+    from minillm.serve.transfer.decode import DecodeSide
 
 
 class EngineCore:
@@ -26,6 +32,7 @@ class EngineCore:
         self.builder = InputBuilder(self.scheduler.pool, *runner.tables.host.shape)
         self.next_tokens = NextTokens(requests)
         self.records = RecordLog(keep_records)
+        self.handovers: DecodeSide | None = None  # of an engine with a prefill pool
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -34,18 +41,24 @@ class EngineCore:
         if step is not None:
             self.execute(step)
             self.finish(step)
+        elif self.handovers is not None:
+            self.handovers.wait()
 
     def plan(self) -> Step | None:
         """The next step, after what arrived or was cancelled since the last one; None = there is nothing to compute."""
         started = self.clock()
         self.runner.ready()
         self.requests.tidy(started)
+        if self.handovers is not None:
+            self.handovers.poll()
         plan = self.scheduler.schedule()
         if self.requests.adapters is not None:
             hold_adapters(plan, self.requests.adapters, self.scheduler, self.requests.end)
         for sample in plan.admitted:
             if sample.request.scheduled is None:
                 sample.request.scheduled = started
+        if not plan.batch and any(kind in (RECEIVE, CLOSE) for kind, _, _ in self.scheduler.pool.moves):
+            self.runner.execute(self.builder.moves_alone())
         return self.builder.start(self.scheduler.step, started, plan) if plan.batch else None
 
     def execute(self, step: Step) -> None:
@@ -91,6 +104,8 @@ class EngineCore:
         """After a step that was interrupted anywhere: requests that had begun have failed, the others are queued."""
         self.builder.reset()
         self.requests.recover(error)
+        if self.handovers is not None:
+            self.handovers.reset()
 
     def _fail(self, step: Step) -> None:
         """Nothing that the step wrote is ever hit; the other requests and the pool stay whole."""

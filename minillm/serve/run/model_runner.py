@@ -8,12 +8,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.model import Transformer
+from minillm.model.attention.causal import AttentionFunction
 from minillm.model.paged import Backend, PagedAttention, PagedCache
 from minillm.model.paged.cache import prepare_pass
 from minillm.model.paged.tables import BlockTables, slots_of_tokens, to_device
@@ -23,7 +25,11 @@ from minillm.serve.sample.allowed import rule_out_all_but
 from minillm.serve.sample.batch import SampledTokens
 from minillm.serve.sample.isolate import sample_isolated
 from minillm.serve.sample.seen import SeenTokens
-from minillm.serve.schedule.blocks import COPY, TO_HOST
+from minillm.serve.schedule.blocks import COPY, FROM_HOST, RECEIVE, TO_HOST
+
+if TYPE_CHECKING:
+    from minillm.serve.transfer.receive import Receiver
+    from minillm.serve.transfer.send import Sender
 
 
 @dataclass(eq=False)
@@ -67,6 +73,8 @@ class Runner:
         self.tables = BlockTables(table_rows, table_width, cache.pool.device)
         self.graphs = DecodeGraphs(model, cache, backend, self.tables, graphs) if graphs else None
         self.seen = SeenTokens()
+        self.receiver: Receiver | None = None  # of blocks that wait for keys, see `minillm/serve/transfer`
+        self.sender: Sender | None = None  # to those who wait
         self.moved = 0
         self._sampled: Tensor | None = None
 
@@ -79,6 +87,9 @@ class Runner:
         before, self._sampled = self._sampled, None
         self.moved = 0
         self._move_blocks(step.moves)
+        if not len(step.tokens):
+            self._sampled = before
+            return StepOutputs()
         outputs = self._forward(step, before)
         if outputs.logits is None:  # another rank has them
             return outputs
@@ -95,9 +106,15 @@ class Runner:
                 self.cache.copy(source, target)
             elif kind == TO_HOST:
                 self.cache.to_host([source], [target])
-            else:
+            elif kind == FROM_HOST:
                 self.cache.from_host([source], [target])
+            elif kind == RECEIVE:
+                self.receiver.open(source, target)
+            else:
+                self.receiver.close(source)
             self.moved += 1
+        if self.receiver is not None and len(moves):
+            self.receiver.start()
 
     def _forward(self, step: StepInputs, before: Tensor | None) -> StepOutputs:
         tables, device = self.tables, self.cache.pool.device
@@ -126,12 +143,13 @@ class Runner:
         """tokens: [1, n] -> [r, vocab_size], the logits of the wanted ones; None if another rank has them."""
         return self.model(tokens, positions, attention=attention, rows=wanted)[0]
 
-    def _attention(self, step: StepInputs, slots: Tensor, rows: Tensor) -> PagedAttention:
+    def _attention(self, step: StepInputs, slots: Tensor, rows: Tensor) -> AttentionFunction:
         ends = step.starts + step.counts
         widest = min(-(-int(ends.max()) // self.cache.block_size), self.tables.host.shape[1])
         block_table = self.tables.on_device[:, :widest].index_select(0, rows)
         sizes = {"block_table": block_table, "query_lens": step.counts.tolist(), "context_lens": ends.tolist()}
-        return PagedAttention(self.cache, slots, partial(prepare_pass, self.backend, **sizes))
+        attention = PagedAttention(self.cache, slots, partial(prepare_pass, self.backend, **sizes))
+        return self.sender.following(attention, step, self.tables.host) if len(step.sends) else attention
 
     def _keep_hidden(self, outputs: StepOutputs):
         def keep(block, inputs, output: Tensor) -> None:

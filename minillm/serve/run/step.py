@@ -6,6 +6,7 @@ plan ──▶ Step: what each sequence had when it was planned, whatever become
          StepInputs ──▶ Runner.execute ──▶ StepOutputs
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ from minillm.serve.sample.allowed import allowed_first
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.sequence import Plan, Sequence
 
+NOTHING = np.zeros(0, np.int64)
 # A sample whose last token the step computes; its place in the plan; the first of its rows of the logits, and the end.
 Ready = tuple[Sample, int, int, int]
 
@@ -64,6 +66,7 @@ class InputBuilder:
 
     def __init__(self, pool: BlockPool, rows: int, width: int):
         self.pool, self.num_rows, self.width = pool, rows, width
+        self.sends_of: Callable[[Step], np.ndarray] | None = None  # of an engine that prefills for others
         self.reset()
 
     def reset(self) -> None:
@@ -121,7 +124,13 @@ class InputBuilder:
             sampling=sampling,
             largest_only=is_greedy,
             adapters=adapters_of([sequence for sequence, _ in step.plan.batch]),
+            sends=NOTHING if self.sends_of is None else self.sends_of(step),
         )
+
+    def moves_alone(self) -> StepInputs:
+        """A step without tokens, for moves that cannot wait for the next sequence."""
+        moves = np.array(self.pool.take_moves(), np.int64).reshape(-1, 3)
+        return StepInputs(*(NOTHING,) * 4, moves, *(NOTHING,) * 5)
 
     def _update(self, sequences: list[Sequence]) -> list[int]:
         """The rows of these sequences; where their blocks have changed, the next step writes them."""

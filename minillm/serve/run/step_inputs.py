@@ -8,7 +8,7 @@ token or sequence is one more named array here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -87,7 +87,8 @@ class StepInputs:
     mentioned may have any. hidden: whether the hidden states after the last block are wanted.
     sampling: how the next tokens are sampled; None = only logits are wanted. largest_only: of each row of them nothing
     but the largest is read, unless the row is mentioned in allowed_rows. adapters: [s], the number of the adapter of
-    each sequence, -1 = none, those of one adapter side by side; None = no sequence has one.
+    each sequence, -1 = none, those of one adapter side by side; None = no sequence has one. sends: what another engine
+    gets of the step's keys, see `transfer/send.py`.
     """
 
     tokens: np.ndarray
@@ -104,6 +105,7 @@ class StepInputs:
     sampling: SamplingInputs | None = None
     largest_only: bool = False
     adapters: np.ndarray | None = None
+    sends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def one_token_each(self) -> bool:

@@ -18,6 +18,10 @@ from minillm.predict.model import windowed_blocks
 from minillm.serve.numbers import check_whole
 
 COPY, TO_HOST, FROM_HOST = range(3)  # on the device; device to host; host to device
+RECEIVE, CLOSE = (
+    3,
+    4,
+)  # a block waits for keys from elsewhere, by its ticket; none does any more (`transfer/receive.py`)
 
 
 class Prefix:
@@ -66,7 +70,7 @@ class BlockPool:
     (https://github.com/vllm-project/vllm/blob/main/docs/design/hybrid_kv_cache_manager.md).
 
     moves: (COPY, TO_HOST or FROM_HOST, source, target) of blocks whose contents have to move, in this order, because a
-    later one may overwrite what an earlier one reads.
+    later one may overwrite what an earlier one reads. Among them (RECEIVE, ticket, block) and (CLOSE, ticket, 0).
     """
 
     def __init__(

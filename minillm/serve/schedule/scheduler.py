@@ -18,6 +18,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import count
+from typing import Protocol
 
 from minillm.serve.checks import check_scheduler
 from minillm.serve.schedule.blocks import BlockPool, Prefix
@@ -25,6 +26,16 @@ from minillm.serve.schedule.policies import POLICIES
 from minillm.serve.schedule.sequence import Plan, Sequence, State
 
 RUNNING = State.RUNNING  # looked up once: an enumeration's member costs as much as all else of a decoding sequence
+
+
+class HandOvers(Protocol):
+    """What computes prompts elsewhere (`transfer/decode.py`)."""
+
+    def begin(self, sequence: Sequence) -> bool:
+        """Whether an admitted sequence, which has its blocks, waits for its keys from now on."""
+
+    def give_up(self, sequence: Sequence) -> None:
+        """It waits no more, and its blocks are about to be released."""
 
 
 class Scheduler:
@@ -58,6 +69,7 @@ class Scheduler:
         self.reserve, self.max_waiting, self.adapters_fit = reserve, max_waiting, adapters_fit
         self.swaps, self._victim_key = preemption == "swap", POLICIES[policy]
         self.step, self.stages = 0, 1
+        self.handovers: HandOvers | None = None  # of an engine with a prefill pool
         self._arrivals, self._forks = count(), count(1)
         self.reset()
 
@@ -105,7 +117,7 @@ class Scheduler:
         return {sequence.adapter for sequence in self.running} - {None}
 
     def schedule(self) -> Plan:
-        """The next step. Empty only when nothing waits or runs, or all that does is under way."""
+        """The next step. Empty only when nothing waits or runs, or all that does is under way or waits for keys."""
         self.step += 1
         plan, prompts, drafts = Plan(), [], 0
         batch, size, references = plan.batch, self.pool.block_size, self.pool.references
@@ -114,6 +126,8 @@ class Scheduler:
             computed = sequence.num_computed
             drafts += sequence.num_draft_tokens
             if len(sequence.tokens) - computed != 1:
+                if sequence.ticket:
+                    continue  # it waits for keys
                 short = sequence.state is RUNNING and sequence.wanted(self.piece) > len(sequence.blocks) * size
                 if not short or self._grow(sequence, plan):
                     prompts.append(sequence)
@@ -135,7 +149,8 @@ class Scheduler:
                 break
             plan.admitted.append(sequence)
             drafts += sequence.num_draft_tokens
-            budget -= self._give(sequence, budget, plan)
+            if self.handovers is None or not self.handovers.begin(sequence):
+                budget -= self._give(sequence, budget, plan)
         if drafts:
             self._add_drafts(plan, budget)
         return plan
@@ -184,6 +199,12 @@ class Scheduler:
             other.block_hashes = list(sequence.block_hashes)
             other.rank, other.state = (*sequence.rank[:2], next(self._forks)), RUNNING
             insort(self.running, other, key=lambda s: s.rank)
+
+    def received(self, sequence: Sequence, computed: int) -> None:
+        """It waits for no more keys: those of its first `computed` tokens are there, as after a hit in the cache."""
+        before, sequence.num_computed, sequence.ticket = sequence.num_computed, computed, 0
+        sequence.received_tokens += computed - before
+        self._cache_blocks(sequence, before // self.pool.block_size, computed // self.pool.block_size)
 
     def finish(self, sequence: Sequence, *, wrong: bool = False) -> None:
         """Done, failed or cancelled, wherever it is: all it holds goes back. wrong: nobody may hit its blocks."""
@@ -311,6 +332,8 @@ class Scheduler:
                 self.pool.cache_block(block, prefix)
 
     def _stop_running(self, sequence: Sequence) -> None:
+        if sequence.ticket:
+            self.handovers.give_up(sequence)
         self.running.remove(sequence)
         self.num_seqs -= sequence.num_seqs
 

@@ -36,6 +36,8 @@ class Sequence:
     hit_tokens: int = 0  # found in the cache instead of computed
     forwarded: int = 0  # put through the model
     num_draft_tokens: int = 0  # draft tokens to check in its next step; they are no tokens of it yet
+    ticket: int = 0  # of its hand-over, while it waits for keys that another engine computes (`transfer/`)
+    received_tokens: int = 0  # whose keys came so
     num_pending: int = 0  # of its tokens the last ones, if they are placeholders (`async_scheduling.py`)
 
     @property
@@ -73,6 +75,7 @@ class Sequence:
     def restart(self) -> None:
         """As it was before it was queued; whatever it held is free again."""
         self.state, self.num_computed, self.hit_tokens, self.first_block = State.NEW, 0, 0, 0
+        self.ticket = self.received_tokens = 0
         self.blocks, self.host_blocks = [], []
 
     def skip(self, tokens: int) -> None:
