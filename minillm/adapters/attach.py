@@ -80,10 +80,9 @@ def chosen_layers(
     for pattern in targets if is_whole else ():
         if not any(matches(pattern, name) for name in names):
             ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            more = "; routed experts have none, since all their weights are one tensor and a token meets a few of them only"
-            raise ValueError(
-                f"target {pattern!r} matches no layer: there are {ends} in each block, and all{more * has_experts}."
-            )
+            about_experts = "; routed experts have none: their weights are one tensor, of which a token meets a part"
+            more = about_experts if has_experts else ""
+            raise ValueError(f"target {pattern!r} matches no layer: there are {ends} in each block, and all{more}.")
     return [name for name in names if any(matches(pattern, name) for pattern in targets)]
 
 

@@ -64,8 +64,8 @@ def reference(
     """One SGD step of `Transformer(config, seed=seed)` on the whole batch, in this process.
 
     frozen: names or patterns of parameters that take no gradient ("blocks.0.*"). max_grad_norm: clip to it before.
-    lora: adapters are trained and nothing else. Here they are no layers: each weight that has one is W + scale · B A. With
-        dropout, which no weight expresses, they are the layers of one process.
+    lora: adapters are trained and nothing else. Here they are no layers: each weight that has one is W + scale · B A.
+        With dropout, which no weight expresses, they are the layers of one process.
     qlora: the weights of the blocks' linear layers are what their NF4 codes stand for.
     A tied embedding is one parameter, "embedding.weight", whose gradient is the sum of both uses.
     ValueError for a pattern that matches nothing, or when everything is frozen.
