@@ -111,9 +111,9 @@ def on_ranks(group, folder, config, layout, make, save_to):
 
 def frozen_of(trainer):
     """What this rank has of the base, copied: weights, or codes and scales."""
-    module = trainer.module if trainer.module is not None else trainer.model
-    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: each.detach().clone() for name, each in named.items() if "lora_" not in name}
+    named = {**dict(trainer.module.named_parameters()), **dict(trainer.module.named_buffers())}
+    here = {name: each for name, each in named.items() if each.untyped_storage().nbytes()}  # not gathered for a moment
+    return {name: each.detach().clone() for name, each in here.items() if "lora_" not in name}
 
 
 LAYOUTS = [

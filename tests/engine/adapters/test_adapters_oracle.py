@@ -19,7 +19,7 @@ ALL = LoraConfig(3, ("all",), alpha=5, zero_start=False)
 SOME = LoraConfig(2, ("q", "self_attn.v_proj", "*.mlp.down"), rslora=True, zero_start=False)
 DROPPED = replace(ALL, dropout=0.4)
 # Groups of 64 for four ranks, which share two kv heads; a gate of more scales than share one of their own.
-CODES = ModelConfig(37, 64, 320, 4, 4, 2, head_dim=64, max_seq_len=16, init_std=0.3, tie_embeddings=True, qkv_bias=True)
+CODES = ModelConfig(37, 64, 320, 2, 4, 2, head_dim=64, max_seq_len=16, init_std=0.3, tie_embeddings=True, qkv_bias=True)
 
 
 def with_adapters(case: Case, lora: LoraConfig) -> Case:
