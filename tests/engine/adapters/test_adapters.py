@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from minillm.adapters import LoraConfig, adapters, attach, detach, merge, switch
 from minillm.adapters.attach import adapter_parameters, matches
 from minillm.adapters.peft_folder import CONFIG, TENSORS, load_peft, read_peft, save_peft
 from minillm.adapters.start import BaseFolder
-from minillm.model import ModelConfig, Transformer, load_hf, save_hf
+from minillm.model import ModelConfig, MoEConfig, Transformer, load_hf, save_hf
 from minillm.quantize import NF4, QuantizedLinear, Settings, quantize
 
 TINY = ModelConfig(37, 12, 20, 2, 4, 2, head_dim=4, max_seq_len=16, init_std=0.3)
@@ -106,6 +107,19 @@ def test_settings_that_cannot_be(options, message):
 def test_an_unknown_target_lists_what_there_is():
     with pytest.raises(ValueError, match=r"'qkv' matches no layer: there are q_proj, k_proj, .*, down_proj"):
         attach(model(), LoraConfig(2, ("q", "qkv")))
+
+
+@pytest.mark.parametrize("target", ["gate", "experts", "*.experts.down"])
+def test_routed_experts_have_no_adapters(target):
+    """Refused with the reason; "all" is every other layer, those of shared experts included."""
+    config = replace(TINY, moe=MoEConfig(4, 2, 8))
+    with pytest.raises(
+        ValueError, match="matches no layer: there are q_proj.*; routed experts have none: their weights"
+    ):
+        attach(Transformer(config), LoraConfig(2, (target,)))
+    shared = replace(TINY, moe=MoEConfig(4, 2, 8, shared_experts=1))
+    made = attach(Transformer(shared), LoraConfig(2, ("all",)))
+    assert {name.split(".", 2)[2] for name in made} >= {"attention.q_proj", "mlp.shared.down_proj"}
 
 
 def test_a_second_adapter_is_refused():
