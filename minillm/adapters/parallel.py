@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minillm.adapters.codes import QuantizedColumn
 from minillm.adapters.dropout import Rows, mask_of
 from minillm.adapters.lora import LoraConfig, LoraLinear, base_name, is_adapter
 from minillm.model import ModelConfig
 from minillm.parallel.sharding.placement import Part, Partial, Replicate
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, column_linears
 from minillm.parallel.tensor_parallel.plan import part_of
-from minillm.parallel.tensor_parallel.quantized import QuantizedColumn, QuantizedRow
+from minillm.parallel.tensor_parallel.quantized import QuantizedRow
 from minillm.parallel.tensor_parallel.regions import end
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.adapters.attach import adapted_shapes, attach
+from minillm.adapters.codes import quantized_part
 from minillm.adapters.lora import LoraConfig, base_name, initial_adapter, is_adapter
 from minillm.adapters.parallel import part_of_adapted
 from minillm.comm import Group
@@ -22,7 +23,7 @@ from minillm.model.initialise import Draw, initial
 from minillm.parallel.sharding.placement import Placement
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minillm.parallel.tensor_parallel.plan import whole_shapes
-from minillm.parallel.tensor_parallel.quantized import cut_layer, quantized_part
+from minillm.parallel.tensor_parallel.quantized import cut_layer
 from minillm.quantize.formats import NF4
 from minillm.quantize.linear import QuantizedLinear
 

@@ -25,6 +25,9 @@ from minillm.parallel.sharding.placement import Part, Placement, Replicate, Shar
 from minillm.parallel.split_backward import weight_gradient
 from minillm.parallel.tensor_parallel.regions import Region
 
+Factors = Sequence[Tensor | nn.Module]  # weights, or frozen quantized layers that have one when it is needed
+Tensors = Sequence[Tensor | None]
+
 
 class _ParallelLinear(nn.Module):
     """A part of nn.Linear. Alone it draws the whole as nn.Linear does and keeps its part: seed all ranks alike.
@@ -86,15 +89,11 @@ def fused_column_linears(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tens
 
 
 def column_linears(
-    x: Tensor,
-    weights: Sequence[Tensor | nn.Module],
-    biases: Sequence[Tensor | None],
-    region: Region,
-    masks: Sequence[Tensor | None] = (),
+    x: Tensor, weights: Factors, biases: Tensors, region: Region, masks: Tensors = ()
 ) -> tuple[Tensor, ...]:
-    """x @ weightᵀ + bias for each: the beginning of a region. weights: [this rank's outputs, inputs]; of a frozen
-    quantized layer, the layer, whose `weight` is worked out when it is needed and not kept. masks: what x is multiplied
-    with before each product, of the shape that it has inside the region; None = nothing.
+    """x @ weightᵀ + bias for each: the beginning of a region. weights: [this rank's outputs, inputs]; of a quantized
+    layer worked out whenever it is needed, and not kept. masks: what x, as it is inside the region, is multiplied with
+    before each product; None = nothing.
 
     Backward begins to sum x's gradient over the ranks and works out the weights' gradients meanwhile.
     """
@@ -135,8 +134,7 @@ class _ColumnLinears(torch.autograd.Function):
             _bias_gradient(bias, dy) if need else None
             for bias, dy, need in zip(biases, gradients, biases_needed, strict=True)
         ]
-        of_masks = [None] * ctx.count
-        return dx.wait() if dx else None, None, None, *weight_gradients, *bias_gradients, *of_masks
+        return dx.wait() if dx else None, None, None, *weight_gradients, *bias_gradients, *[None] * ctx.count
 
 
 class _RowLinear(torch.autograd.Function):
@@ -153,7 +151,7 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dy = ctx.region.end_backward(dy)
-        dx = _input_gradient([dy], [weight]) if ctx.needs_input_grad[0] else None
+        dx = _input_gradient([dy], [weight], [None]) if ctx.needs_input_grad[0] else None
         return dx, _weight_gradient(weight, dy, x) if ctx.needs_input_grad[1] else None, None
 
 
@@ -173,12 +171,10 @@ def _as_computed(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if cast else x
 
 
-def _input_gradient(
-    gradients: Sequence[Tensor], weights: Sequence[Tensor | nn.Module], masks: Sequence[Tensor | None] = ()
-) -> Tensor:
+def _input_gradient(gradients: Sequence[Tensor], weights: Factors, masks: Tensors) -> Tensor:
     """Σ mask · (dy @ weight), contiguous."""
     dx = None
-    for dy, weight, mask in zip(gradients, weights, masks or [None] * len(weights), strict=True):
+    for dy, weight, mask in zip(gradients, weights, masks, strict=True):
         rows, weight = _rows(dy), _values(weight, dy)
         if mask is None:
             dx = rows @ weight if dx is None else dx.addmm_(rows, weight)

@@ -3,8 +3,7 @@
     column layer   rows of codes, scales and zero points; nothing is sent, as in `ColumnParallelLinear`'s forward pass
     row layer      whole groups of columns; the shares are summed, as `RowParallelLinear` does it
 
-Codes are never rounded anew, so the ranks' weights together are those of the whole layer, to the bit. Inference has no
-need of `QuantizedColumn`, which sums the gradient of its input: that is for adapters trained beside codes (QLoRA).
+Codes are never rounded anew, so the ranks' weights together are those of the whole layer, to the bit.
 """
 
 from collections.abc import Mapping
@@ -16,13 +15,7 @@ from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
 from minillm.model.transformer import apply_linears
 from minillm.parallel.sharding.placement import Partial, Shard
-from minillm.parallel.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    column_linears,
-    fused_column_linears,
-    products_are_kept,
-)
+from minillm.parallel.tensor_parallel.layers import RowParallelLinear, fused_column_linears, products_are_kept
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import part_of
 from minillm.parallel.tensor_parallel.regions import Region, end
@@ -48,24 +41,6 @@ class QuantizedRow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
         return end(y.clone() if products_are_kept() else y, self.region)
-
-
-class QuantizedColumn(nn.Module):
-    """[..., inputs] -> [..., outputs / world_size], beginning a region: in place of a `ColumnParallelLinear` in
-    training. It takes over the layer's bias, whose name stays what it was."""
-
-    def __init__(self, layer: QuantizedLinear, region: Region) -> None:
-        super().__init__()
-        self.bias, layer.bias = layer.bias, None
-        self.layer, self.region = layer, region
-
-    @property
-    def weight(self) -> Tensor:
-        """What this rank's codes stand for."""
-        return self.layer.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return column_linears(x, [self.layer], [self.bias], self.region)[0]
 
 
 @torch.no_grad()
@@ -149,10 +124,3 @@ def cut_doubled(scales: DoubleScales, part: Shard) -> DoubleScales:
     length, groups = scales.codes.shape[part.dim], scales.codes.shape[1]
     first = part.index * part.size(length) * (groups if part.dim == 0 else 1)
     return DoubleScales(part.cut(scales.codes).clone(), scales.largest, scales.mean, first, groups)
-
-
-def quantized_part(layer: QuantizedLinear, cut: nn.Module) -> nn.Module:
-    """What stands for a layer that is trained through, given its codes: of `cut`, which may be cut over ranks."""
-    if isinstance(cut, ColumnParallelLinear):
-        return QuantizedColumn(layer, cut.region)
-    return QuantizedRow(layer, cut.region) if isinstance(cut, RowParallelLinear) else layer

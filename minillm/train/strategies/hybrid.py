@@ -73,10 +73,7 @@ class Hybrid(SingleDevice):
         self.rank, self.world_size, self.stride = groups.rank, layout.dp, groups.stride
         self.context = context_attention(layout.context, *groups.context) if groups.context else None
         self.sends_inside_blocks = bool(groups.tp or groups.experts or groups.context)
-        self._documents: Sequence[Tensor | None] = ()
-        self._router_losses: Sequence[RouterLosses] = ()
-        self._goals: Sequence[Goals] = ()
-        self._keys: Sequence[Tensor] = ()
+        self._documents = self._router_losses = self._goals = self._keys = ()  # of a pipeline's microbatches
 
     def close(self) -> None:
         self.groups.close()
@@ -182,11 +179,11 @@ class Hybrid(SingleDevice):
         part.router_losses = self._router_losses[action.microbatch] if self._router_losses else None
         keep = not self.layout.reshard and torch.is_grad_enabled()  # in training; a step changes them afterwards
         gathered = sharded.unsharded(groups, keep) if sharded else contextlib.nullcontext()
-        with gathered, numbered(part, self._keys[action.microbatch] if self._keys else None):
-            try:
+        try:
+            with gathered, numbered(part, self._keys[action.microbatch] if self._keys else None):
                 yield
-            finally:
-                part.attention = attention
+        finally:
+            part.attention = attention
 
     def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> Updater | SlicedOptimizer:
         if self.layout.zero == 0:
@@ -221,8 +218,7 @@ class Hybrid(SingleDevice):
     ) -> Tensor:
         if not self.layout.order:
             return super().forward_backward(module, microbatches, loss_divisor, around, scale)
-        microbatches = [Microbatch(*each) for each in microbatches]
-        tokens, targets, weights, documents, goals, keys = zip(*microbatches, strict=True)
+        tokens, targets, weights, documents, goals, keys = zip(*(Microbatch(*m) for m in microbatches), strict=True)
         self._documents = torch.cat(documents).tensor_split(self.layout.accumulate) if None not in documents else ()
         self._goals = Goals.cut([each() for each in goals], self.layout.accumulate) if None not in goals else ()
         self._keys = torch.cat(keys).tensor_split(self.layout.accumulate) if None not in keys else ()

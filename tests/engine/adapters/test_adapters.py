@@ -113,9 +113,7 @@ def test_an_unknown_target_lists_what_there_is():
 def test_routed_experts_have_no_adapters(target):
     """Refused with the reason; "all" is every other layer, those of shared experts included."""
     config = replace(TINY, moe=MoEConfig(4, 2, 8))
-    with pytest.raises(
-        ValueError, match="matches no layer: there are q_proj.*; routed experts have none: their weights"
-    ):
+    with pytest.raises(ValueError, match=r"there are q_proj, .*; routed experts have none: their weights"):
         attach(Transformer(config), LoraConfig(2, (target,)))
     shared = replace(TINY, moe=MoEConfig(4, 2, 8, shared_experts=1))
     made = attach(Transformer(shared), LoraConfig(2, ("all",)))
