@@ -213,7 +213,8 @@ sliders(figures.states_on_a_card, model=["8B", "70B"], rank=ranks, cards=cards)
 # ## 4 · On ranks
 #
 # Under data parallelism and ZeRO, adapters are parameters like any others, only fewer: P in lab 03's 2P(N-1)/N is what
-# is trained. A pipeline stage has the adapters of its layers. Tensor parallelism cuts A and B as their layer is cut, codes too:
+# is trained. A pipeline stage has the adapters of its layers. Tensor parallelism cuts A and B as their layer is cut,
+# codes too:
 #
 #     column layer   W, B: rows of each rank       A: whole on every rank
 #     row layer      W, A: columns of each rank    B: whole on every rank

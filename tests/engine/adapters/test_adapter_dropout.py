@@ -97,6 +97,22 @@ def test_keys_hold_inside_and_evaluation_drops_nothing():
         model(TOKENS)
 
 
+def test_a_compiled_model_drops_the_same():
+    from minillm.model.compiler import check_compiler, compile_blocks
+
+    try:
+        check_compiler(torch.device("cpu"))
+    except ValueError as error:
+        pytest.skip(str(error))
+    plain, compiled = (Transformer(SHAPE, seed=0) for _ in range(2))
+    for model in (plain, compiled):
+        attach(model, LoraConfig(2, ("q", "down"), dropout=0.5, zero_start=False))
+    compile_blocks(compiled)
+    for keys in (KEYS[:3], KEYS[3:6]):
+        with numbered(plain, keys), numbered(compiled, keys):
+            torch.testing.assert_close(compiled(TOKENS), plain(TOKENS))
+
+
 def without_keys(group):
     model = tensor_parallel(Transformer(SHAPE, seed=0), SHAPE, group)
     said = []

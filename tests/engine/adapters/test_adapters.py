@@ -10,10 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from minillm.adapters import LoraConfig, adapters, attach, detach, merge, switched_off, unmerge
 from minillm.adapters.attach import adapter_parameters, matches
+from minillm.adapters.dropout import numbered
 from minillm.adapters.peft_folder import CONFIG, TENSORS, load_peft, read_peft, save_peft
-from minillm.adapters.start import BaseFolder
+from minillm.adapters.start import BaseFolder, Start
+from minillm.comm import launch
 from minillm.model import ModelConfig, MoEConfig, Transformer, load_hf, save_hf
 from minillm.quantize import NF4, QuantizedLinear, Settings, quantize
+from minillm.train.parallel_config import ParallelConfig
+from minillm.train.strategies.hybrid import Hybrid
 
 TINY = ModelConfig(37, 12, 20, 2, 4, 2, head_dim=4, max_seq_len=16, init_std=0.3)
 TOKENS = torch.arange(24).view(2, 12)
@@ -163,6 +167,28 @@ def test_no_float_copy_of_the_codes_is_kept_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
         codes(TOKENS, targets=TOKENS)
     assert (64, 64) not in [tuple(size) for size in sizes]
+
+
+def kept_over_ranks(group):
+    """Shapes that two ranks keep for backward: beside codes, and beside weights for comparison."""
+    config, found = ModelConfig(64, 64, 192, 1, 4, 2, head_dim=64), []
+    with Hybrid(group, ParallelConfig(tp=2)) as strategy:
+        for qlora in (True, False):
+            start = Start(lora=LoraConfig(2, ("q", "up", "down"), dropout=0.1), qlora=qlora)
+            model, shapes = strategy.build(replace(config, intermediate_size=128), seed=0, start=start), []
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, s=shapes: s.append(tuple(t.shape)) or t, lambda t: t
+            ):
+                with numbered(model, torch.arange(2)):
+                    model(TOKENS, targets=TOKENS)
+            found.append({shape for shape in shapes if len(shape) == 2 and min(shape) >= 64})
+    return found
+
+
+def test_nor_is_one_on_tensor_parallel_ranks():
+    for beside_codes, beside_weights in launch(kept_over_ranks, 2):
+        assert beside_weights == {(64, 64), (128, 64), (64, 128)}  # gate and up, key and value; query; o
+        assert beside_codes == set()
 
 
 def test_codes_cannot_be_merged_into():
