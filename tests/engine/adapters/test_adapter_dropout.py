@@ -8,6 +8,7 @@ from minillm.adapters import LoraConfig, attach
 from minillm.adapters.dropout import Rows, layer_key, mask_of, mix, numbered, window_keys
 from minillm.comm import launch
 from minillm.model import ModelConfig, Transformer
+from minillm.model.compiler import check_compiler, compile_blocks
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 
 ROWS, SEQ, INPUTS = 6, 50, 64
@@ -97,9 +98,8 @@ def test_keys_hold_inside_and_evaluation_drops_nothing():
         model(TOKENS)
 
 
+@pytest.mark.full
 def test_a_compiled_model_drops_the_same():
-    from minillm.model.compiler import check_compiler, compile_blocks
-
     try:
         check_compiler(torch.device("cpu"))
     except ValueError as error:

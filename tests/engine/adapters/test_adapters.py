@@ -170,24 +170,32 @@ def test_no_float_copy_of_the_codes_is_kept_for_backward():
 
 
 def kept_over_ranks(group):
-    """Shapes that two ranks keep for backward: beside codes, and beside weights for comparison."""
-    config, found = ModelConfig(64, 64, 192, 1, 4, 2, head_dim=64), []
+    """Shapes of weights that two ranks keep for backward: beside codes, and beside floats for comparison."""
+    config, lora, found = ModelConfig(64, 64, 128, 1, 4, 2, head_dim=64), LoraConfig(2, ("q", "down"), dropout=0.1), []
     with Hybrid(group, ParallelConfig(tp=2)) as strategy:
         for qlora in (True, False):
-            start = Start(lora=LoraConfig(2, ("q", "up", "down"), dropout=0.1), qlora=qlora)
-            model, shapes = strategy.build(replace(config, intermediate_size=128), seed=0, start=start), []
-            with torch.autograd.graph.saved_tensors_hooks(
-                lambda t, s=shapes: s.append(tuple(t.shape)) or t, lambda t: t
-            ):
-                with numbered(model, torch.arange(2)):
-                    model(TOKENS, targets=TOKENS)
-            found.append({shape for shape in shapes if len(shape) == 2 and min(shape) >= 64})
+            model, kept = strategy.build(config, seed=0, start=Start(lora=lora, qlora=qlora)), Kept()
+            with kept.watching(), numbered(model, torch.arange(2)):
+                model(TOKENS, targets=TOKENS)
+            found.append({shape for shape in kept.shapes if len(shape) == 2 and min(shape) >= 64})
     return found
 
 
+class Kept:
+    def __init__(self):
+        self.shapes = []
+
+    def watching(self):
+        return torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
+
+    def note(self, tensor):
+        self.shapes.append(tuple(tensor.shape))
+        return tensor
+
+
 def test_nor_is_one_on_tensor_parallel_ranks():
-    for beside_codes, beside_weights in launch(kept_over_ranks, 2):
-        assert beside_weights == {(64, 64), (128, 64), (64, 128)}  # gate and up, key and value; query; o
+    for beside_codes, beside_floats in launch(kept_over_ranks, 2):
+        assert beside_floats == {(128, 64), (64, 64), (64, 128)}  # query; key, value and the MLP's; o
         assert beside_codes == set()
 
 
