@@ -173,7 +173,7 @@ def begun_on_ranks(group, folder, config, layout):
     [
         (ParallelConfig(dp=2, zero=3), {"lora_dropout": 0.3}),
         (ParallelConfig(tp=2), {"lora_dropout": 0.3, "activation_checkpointing": "full"}),
-        (ParallelConfig(tp=2, sequence=True), {"qlora": True}),
+        (ParallelConfig(tp=2, sequence=True), {"qlora": True, "activation_checkpointing": "selective"}),
         (ParallelConfig(pp=2, accumulate=4), {"lora_dropout": 0.3, "activation_checkpointing": "selective"}),
     ],
     ids=str,
