@@ -94,8 +94,8 @@ class LoRA(torch.nn.Module):
 LoRA = check("lora-layer", LoRA)
 
 # %% [markdown]
-# What training such adapters computes. Forward costs a little more than before. Backward still passes every layer on its
-# way down, which is half of its work; the other half, the gradients of the frozen weights, is gone.
+# Forward costs a little more than before. Backward still passes every layer on its way down; the other half of its work,
+# the gradients of the frozen weights, is gone.
 
 # %%
 receipts.numbers(guess_numbers, guess_share)
@@ -148,8 +148,7 @@ receipts.stages()
 
 # %% [markdown]
 # The loss compares the two answers and nothing else. Often *both* become less likely
-# ([Pal et al. 2024](https://arxiv.org/abs/2402.13228)): watch the likelihoods beside it. `python -m minillm train --base target --lora 16
-# --data CHATS.jsonl`, with `--dpo 0.1` for pairs, runs both stages.
+# ([Pal et al. 2024](https://arxiv.org/abs/2402.13228)): watch the likelihoods beside it.
 #
 # ## 3 · Memory, and a base in 4 bits
 #
@@ -214,7 +213,8 @@ sliders(figures.states_on_a_card, model=["8B", "70B"], rank=ranks, cards=cards)
 # ## 4 · On ranks
 #
 # Under data parallelism and ZeRO, adapters are parameters like any others, only fewer: P in lab 03's 2P(N-1)/N is what
-# is trained. A pipeline stage has the adapters of its layers. Tensor parallelism cuts A and B as their layer is cut:
+# is trained. A pipeline stage has the adapters of its layers. Tensor parallelism cuts A and B as their layer is cut,
+# codes too:
 #
 #     column layer   W, B: rows of each rank       A: whole on every rank
 #     row layer      W, A: columns of each rank    B: whole on every rank
@@ -276,7 +276,7 @@ receipts.products(grouped)
 
 # %% [markdown]
 # Ranks differ, and no product is padded to the largest. Many adapters fit, so the hot ones stay on the device and the
-# others come from disk or host memory when they are asked for:
+# others come from disk or host memory:
 
 # %%
 receipts.fits(guess_fit)
@@ -399,14 +399,13 @@ receipts.programs(verdict)
 # <details><summary>Answer</summary>
 #
 # F's in its first step: training begins somewhere else than at the base, and learns nevertheless. E's from the second step
-# on: the factor on A disappears in Adam, but here B is summed as well, and every rank's B is trained with the sum of all
-# ranks' gradients, a wrong direction. B's loss is right, and the model that is shipped is another one. C trained nothing
-# wrong.
+# on: here B is summed as well, so every rank's B moves in a wrong direction. B's loss is right, and the model that is
+# shipped is another one. C trained nothing wrong.
 #
 # - **A** and **D** are right: half a step of rounding in the outputs, and hits on their own blocks only.
 # - **B: alpha / r forgotten after merge.** With alpha = r it would be right by luck: test with another alpha.
 # - **C: adapter missing in the hash.** A request gets tokens from the cache, and none before it had its adapter.
-# - **E: gradients reduced twice.** A's norm is too large by exactly the number of ranks as a factor; B's is another.
+# - **E: gradients reduced twice.** A's norm is the right one times the number of ranks; B's is another.
 # - **F: B not zero at the start.**
 # </details>
 #
@@ -435,7 +434,7 @@ receipts.last_ranks(tuned)
 # %% [markdown]
 # Near the base rank 64 adds little to rank 8. Far from it the loss goes on falling with the rank. In both texts all weights
 # stay ahead after thirty steps; one reason may be the embeddings, which have no adapter here. Thirty steps measure how fast
-# each learns as much as what it could learn. To decide, train to the end, with two ranks and the learning rate found for each.
+# each learns as much as what it could learn.
 #
 # ### Every request its own adapter
 #
@@ -516,8 +515,8 @@ design.interview()
 # **2. Why is B zero at the start, and not A?**
 # <details><summary>Answer</summary>
 #
-# One of the two has to be, for training to begin at the base. If both were, neither would have a gradient. With A random, B
-# learns from the first step on; A has no gradient until B has left zero.
+# Training is to begin at the base, so one of them is zero. With A random, B learns from the first step on, and A once B
+# has left zero.
 # </details>
 #
 # **3. Merge or keep apart?**
@@ -531,8 +530,8 @@ design.interview()
 # **4. How does a batch with 16 adapters run?**
 # <details><summary>Answer</summary>
 #
-# Tokens sorted by adapter, the base's product once, two thin products for each different adapter, added to its rows. Bytes
-# read grow by one adapter each, not by one model each. The scheduler bounds how many different ones are in a step.
+# Tokens sorted by adapter, the base's product once, two thin products for each different adapter. Bytes read grow by one
+# adapter each, not by one model each. The scheduler bounds how many different ones are in a step.
 # </details>
 #
 # **5. What must the prefix cache know?**
@@ -545,17 +544,17 @@ design.interview()
 # **6. Which rank?**
 # <details><summary>Answer</summary>
 #
-# Measure two, with the learning rate found for each. If doubling the rank gains nothing, the task is near the base. If the
-# loss goes on falling, take a larger rank, more layers, or train all weights.
+# Train two to the end, with the learning rate found for each. If doubling the rank gains nothing, the task is near the
+# base. If the loss goes on falling, take a larger rank, more layers, or all weights.
 # </details>
 #
 # ### Design questions
 #
 # **D1. Llama 3 70B is to be fine-tuned on one node of 8 cards of 80 GB. Which way, which layout, what is left for
-# activations, and what would make you take more nodes?** (Lab 20 asks the same from the money's side.)
+# activations, and what would make you take more nodes?**
 #
 # **D2. 1,000 tenants, each with an adapter of rank 16 for Llama 3 8B, on four H100. Where are the adapters, what do 64
-# requests in a step cost, and which tenants get something else?** (Lab 21 begins with the bytes.)
+# requests in a step cost, and which tenants get something else?**
 
 # %%
 design.design_node(guess_states)

@@ -1,8 +1,9 @@
 """Adapters: small matrices beside frozen layers, which learn what the whole model would have to. Reading path:
 
     lora.py         the layer: base(x) + scale · (x Aᵀ) Bᵀ
+    dropout.py      of what A reads: masks that do not depend on who computes them
     attach.py       which layers have one; merge, unmerge, switch off
-    parallel.py     beside layers that are cut over ranks
+    parallel.py     beside layers that are cut over ranks, and codes.py: beside codes that are
     start.py        the values that a run starts from: a folder's, NF4 codes of them, and those of adapters
     peft_folder.py  a folder of peft's, in and out
 

@@ -17,10 +17,12 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from minillm.adapters.dropout import Rows
 from minillm.adapters.lora import LoraConfig, LoraLinear, initial_adapter, is_adapter
 from minillm.adapters.parallel import adapted, adapted_column_linears
 from minillm.model import ModelConfig, Transformer
 from minillm.model.hf.families import hf_name
+from minillm.model.moe import MoE
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, fused_column_linears
 from minillm.quantize.linear import QuantizedLinear
 
@@ -44,11 +46,13 @@ def attach(
     if adapters(model):
         raise ValueError("this model has adapters: merge or detach them first.")
     layers = adaptable(model)
-    chosen = chosen_layers(layers, config.targets, is_whole)
+    has_experts = any(isinstance(module, MoE) for module in model.modules())
+    chosen = chosen_layers(layers, config.targets, is_whole, has_experts)
     first = next(model.parameters())
     model.requires_grad_(False)
+    rows = Rows(positions_of=getattr(model, "positions_of", None))
     for name in chosen:
-        layer = adapted(layers[name], config, dtype or first.dtype, first.device)
+        layer = adapted(layers[name], config, dtype or first.dtype, first.device, name, rows)
         model.set_submodule(name, layer.train(layers[name].training))
     for module in model.modules():
         if getattr(module, "linears", None) is fused_column_linears:
@@ -68,13 +72,17 @@ def adaptable(model: nn.Module) -> dict[str, nn.Module]:
     return {name: layer for name, layer in found.items() if name.startswith("blocks.") and ".experts." not in name}
 
 
-def chosen_layers(names: Iterable[str], targets: tuple[str, ...], is_whole: bool = True) -> list[str]:
+def chosen_layers(
+    names: Iterable[str], targets: tuple[str, ...], is_whole: bool = True, has_experts: bool = False
+) -> list[str]:
     """Those names that a pattern matches, in order. ValueError for a pattern that matches none."""
     names = list(names)
     for pattern in targets if is_whole else ():
         if not any(matches(pattern, name) for name in names):
             ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            raise ValueError(f"target {pattern!r} matches no layer: there are {ends} in each block, and all.")
+            about_experts = "; routed experts have none: their weights are one tensor, of which a token meets a part"
+            more = about_experts if has_experts else ""
+            raise ValueError(f"target {pattern!r} matches no layer: there are {ends} in each block, and all{more}.")
     return [name for name in names if any(matches(pattern, name) for pattern in targets)]
 
 

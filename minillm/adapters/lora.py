@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minillm.adapters.dropout import Rows, layer_key, mask_of
+
 BASE, MATRICES = "base", ("lora_A", "lora_B")
 
 
@@ -63,10 +65,20 @@ class LoraLinear(nn.Module):
 
     lora_A, lora_B: without values until they are drawn or loaded. is_on: False computes the base alone.
     is_merged: the base's weight has the update already, so that nothing is added to what it computes.
+    name: of the layer in the whole model; rows: of the model's passes; both for dropout.
     """
 
-    def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        base: nn.Module,
+        config: LoraConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        name: str = "",
+        rows: Rows | None = None,
+    ) -> None:
         super().__init__()
+        self.key, self.rows = layer_key(name), rows or Rows()
         outputs, inputs = sizes_of(base)
         self.base, self.scale, self.dropout = base, config.scale, config.dropout
         self.is_on, self.is_merged = True, False
@@ -85,7 +97,15 @@ class LoraLinear(nn.Module):
 
     def update(self, x: Tensor) -> Tensor:
         """What the adapter adds to the base's output: scale · (x Aᵀ) Bᵀ."""
-        return self.raised(F.linear(F.dropout(x, self.dropout, self.training), self.lora_A))
+        return self.raised(F.linear(self.dropped(x), self.lora_A))
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """x: [batch, seq, in], or of any shape where rows have no keys -> what A reads of it."""
+        if not (self.training and self.dropout):
+            return x
+        if self.rows.keys is None:
+            return F.dropout(x, self.dropout)
+        return x * mask_of(self.rows, self.key, self.dropout, x, x.shape[1])
 
     def raised(self, h: Tensor) -> Tensor:
         """h: [..., rank], of A -> [..., out]."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.adapters.attach import adapted_shapes, attach
+from minillm.adapters.codes import quantized_part
 from minillm.adapters.lora import LoraConfig, base_name, initial_adapter, is_adapter
 from minillm.adapters.parallel import part_of_adapted
 from minillm.comm import Group
@@ -22,6 +23,7 @@ from minillm.model.initialise import Draw, initial
 from minillm.parallel.sharding.placement import Placement
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minillm.parallel.tensor_parallel.plan import whole_shapes
+from minillm.parallel.tensor_parallel.quantized import cut_layer
 from minillm.quantize.formats import NF4
 from minillm.quantize.linear import QuantizedLinear
 
@@ -109,34 +111,52 @@ class Start:
         attach(module, lora, seed=None, is_whole=False)
         module.draw = draw
 
-    def fill(self, module: nn.Module, seed: int, device: torch.device | str, is_sharded: bool = False) -> None:
+    def fill(
+        self,
+        module: nn.Module,
+        seed: int,
+        device: torch.device | str,
+        is_sharded: bool = False,
+        tp: Group | None = None,
+    ) -> None:
         """Gives a module on "meta" its memory and values. is_sharded: but for codes, which no rank shards, a wrapper
-        does that."""
+        does that. tp: over whose ranks it was cut; codes are made of whole layers, and cut afterwards."""
         layers = linears_of(module) if self.qlora else {}
         for name in layers:
             module.set_submodule(name, nn.Identity())
         if not is_sharded:
             module.to_empty(device=device)
             module.initialize(seed)
-        for name, layer in layers.items():
-            module.set_submodule(name, quantized(module, name, layer, seed, device))
+        draw = initial if self.base is None else self.base.draw
+        for name, cut in layers.items():
+            whole_name = base_name(f"{name}.weight").removesuffix(".weight")
+            layer = quantized(module.config, whole_name, cut, draw, seed, device)
+            if tp is not None:
+                layer = cut_layer(whole_name, layer, module.config, tp)
+            module.set_submodule(name, quantized_part(layer, cut))
 
 
-def linears_of(module: nn.Module) -> dict[str, nn.Linear]:
-    """The layers that become NF4 codes. ValueError for layers that are cut over ranks, and for experts."""
-    if any(isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) for layer in module.modules()):
-        raise ValueError("qlora has no form for tensor-parallel layers: use dp, zero or pp, or leave qlora out.")
+def linears_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The layers that become NF4 codes, whole or cut over ranks. ValueError for experts."""
     if module.config.moe is not None:
         raise ValueError("qlora covers dense layers, and this model has experts: leave qlora out.")
-    found = {name: layer for name, layer in module.named_modules() if type(layer) is nn.Linear}
+    kinds = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
+    found = {name: layer for name, layer in module.named_modules() if type(layer) in kinds}
     return {name: layer for name, layer in found.items() if name.startswith("blocks.")}
 
 
 @torch.no_grad()
-def quantized(module: nn.Module, name: str, layer: nn.Linear, seed: int, device: torch.device | str) -> QuantizedLinear:
-    """A layer of `module`, on "meta", as codes of the values that the module draws: one layer is whole at a time."""
-    whole = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-    for each, parameter in layer.named_parameters():
-        value = module.draw(module.config, f"{name}.{each}", tuple(parameter.shape), seed)
-        setattr(whole, each, nn.Parameter(value.to(device, parameter.dtype), requires_grad=False))
+def quantized(
+    config: ModelConfig, name: str, cut: nn.Module, draw: Draw, seed: int, device: torch.device | str
+) -> QuantizedLinear:
+    """A layer of the whole model, by its name there, as codes of the values that are drawn: one layer is whole at a
+    time. cut: the layer, or a rank's part of it, on "meta"."""
+    values = {}
+    for each, parameter in cut.named_parameters():
+        shape = tuple(whole_shapes(config)[f"{name}.{each}"])
+        values[each] = draw(config, f"{name}.{each}", shape, seed).to(device, parameter.dtype)
+    outputs, inputs = values["weight"].shape
+    whole = nn.Linear(inputs, outputs, bias="bias" in values, device="meta")
+    for each, value in values.items():
+        setattr(whole, each, nn.Parameter(value, requires_grad=False))
     return QuantizedLinear.of(whole, NF4())

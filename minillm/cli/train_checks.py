@@ -9,6 +9,8 @@ from minillm.cli.folders import check_new_folder
 from minillm.data import dataset_of
 from minillm.model import ModelConfig
 from minillm.model.hf.load import check_folder
+from minillm.parallel.tensor_parallel.plan import part_of
+from minillm.parallel.tensor_parallel.quantized import shard_of
 from minillm.quantize.formats import NF4
 from minillm.train.job import ADAPTER_SETTINGS, DEFAULTS, MODEL_SETTINGS, TrainingJob
 from minillm.train.parallel_config import ParallelConfig
@@ -50,33 +52,35 @@ def check(job: TrainingJob) -> None:
 
 
 def _check_adapter(job: TrainingJob) -> None:
-    config, tp = job.config, job.parallel.tp
+    config = job.config
     try:
         adapted_shapes(config.model, config.adapter)
     except ValueError as error:
         raise ValueError(f"--target: {error}") from error
-    if tp > 1 and config.qlora:
-        raise ValueError(
-            f"--qlora has no form for layers that --tp {tp} cuts: use --dp, --zero or --pp, or leave it out"
-        )
-    if tp > 1 and config.lora_dropout:
-        raise ValueError(
-            f"--lora-dropout {config.lora_dropout} has no form for layers that --tp {tp} cuts: leave one out"
-        )
     if config.dpo and job.parallel.cp > 1:
         raise ValueError(f"--dpo {config.dpo} needs whole answers on every rank: leave --cp {job.parallel.cp} out")
     if config.qlora and config.model.moe:
         raise ValueError("--qlora covers dense layers, and this model has experts: leave it out")
     if config.qlora:
-        _check_groups(config.model)
+        _check_groups(config.model, job.parallel.tp)
 
 
-def _check_groups(model: ModelConfig) -> None:
+def _check_groups(model: ModelConfig, tp: int) -> None:
     for name, shape in adapted_shapes(model, None).items():
-        if name.startswith("blocks.") and len(shape) == 2 and shape[1] % NF4.group:
+        if not name.startswith("blocks.") or len(shape) != 2:
+            continue
+        if shape[1] % NF4.group:
             raise ValueError(
                 f"--qlora gives each {NF4.group} weights of a row a scale, and {name} has {shape[1]} in a row: "
                 "leave it out"
+            )
+        part = shard_of(part_of(model, name, 0, tp))
+        unit = NF4.group if part.dim else 1
+        if shape[part.dim] % (unit * part.num_shards):
+            what = f"{NF4.group} weights of a row one scale" if part.dim else "each rank as many whole rows"
+            raise ValueError(
+                f"--qlora gives {what}, and {name} has {list(shape)} weights, which --tp {tp} cannot cut so: use fewer "
+                "ranks, or leave one of the two out"
             )
 
 

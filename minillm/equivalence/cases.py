@@ -51,13 +51,14 @@ class Batch:
 @dataclass(frozen=True)
 class Case:
     """What is trained: a model small enough for the oracle to be fast, and the batch of one step. lora: adapters, which
-    alone are trained."""
+    alone are trained; qlora: beside NF4 codes."""
 
     config: ModelConfig
     batch: Batch
     frozen: tuple[str, ...] = ()
     max_grad_norm: float | None = None
     lora: LoraConfig | None = None
+    qlora: bool = False
 
 
 def _cases() -> dict[str, Case]:

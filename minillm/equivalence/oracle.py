@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.adapters.attach import adaptable, chosen_layers
+from minillm.adapters.attach import adaptable, adapter_parameters, attach, chosen_layers
+from minillm.adapters.dropout import numbered
 from minillm.adapters.lora import LoraConfig, initial_adapter
 from minillm.adapters.start import Start
 from minillm.comm import Group, launch
@@ -30,6 +31,8 @@ from minillm.model import ModelConfig, Transformer, cross_entropy, dense
 from minillm.model.loss import IGNORE
 from minillm.parallel.sharding.optimizer import Named
 from minillm.parallel.sharding.placement import clip_, gradients_of
+from minillm.quantize.formats import NF4
+from minillm.quantize.linear import QuantizedLinear
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.hybrid import make_strategy
 from minillm.train.strategies.single_device import Microbatch, SingleDevice
@@ -56,11 +59,14 @@ def reference(
     frozen: tuple[str, ...] = (),
     max_grad_norm: float | None = None,
     lora: LoraConfig | None = None,
+    qlora: bool = False,
 ) -> Reference:
     """One SGD step of `Transformer(config, seed=seed)` on the whole batch, in this process.
 
     frozen: names or patterns of parameters that take no gradient ("blocks.0.*"). max_grad_norm: clip to it before.
     lora: adapters are trained and nothing else. Here they are no layers: each weight that has one is W + scale · B A.
+        With dropout, which no weight expresses, they are the layers of one process.
+    qlora: the weights of the blocks' linear layers are what their NF4 codes stand for.
     A tied embedding is one parameter, "embedding.weight", whose gradient is the sum of both uses.
     ValueError for a pattern that matches nothing, or when everything is frozen.
     """
@@ -68,7 +74,12 @@ def reference(
     _freeze(model.named_parameters(), frozen, everywhere=True)
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     updated: dict[str, Tensor] = {}
-    if lora:
+    if qlora:
+        _round_to_nf4(model)
+    if lora and lora.dropout:
+        attach(model, lora, seed=seed)
+        trainable = dict(adapter_parameters(model))
+    elif lora:
         trainable, updated = _adapters_of(model, lora, seed)
     if not trainable:
         raise ValueError(f"frozen {frozen} leaves no parameter to train: freeze less.")
@@ -77,11 +88,12 @@ def reference(
         how["attention"] = partial(dense, segments=batch.documents)
         return torch.func.functional_call(model, updated, (batch.tokens,), how)
 
-    if config.moe:  # the losses of routers belong to the gradients of this sum
-        total, weight = forward(targets=batch.targets, weights=batch.weights)
-        loss = total / weight
-    else:
-        loss = cross_entropy(forward(), batch.targets, batch.weights)
+    with numbered(model, _keys_of(batch, lora)):
+        if config.moe:  # the losses of routers belong to the gradients of this sum
+            total, weight = forward(targets=batch.targets, weights=batch.weights)
+            loss = total / weight
+        else:
+            loss = cross_entropy(forward(), batch.targets, batch.weights)
     gradients = dict(zip(trainable, torch.autograd.grad(loss, list(trainable.values())), strict=True))
     grad_norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
     clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (grad_norm + 1e-6))  # as torch clips
@@ -106,6 +118,17 @@ def _adapters_of(model: Transformer, lora: LoraConfig, seed: int) -> tuple[dict[
         leaves |= {f"{name}.lora_A": a, f"{name}.lora_B": b}
         updated[f"{name}.weight"] = weight + lora.scale * (b @ a)
     return leaves, updated
+
+
+def _keys_of(batch: Batch, lora: LoraConfig | None) -> Tensor | None:
+    """Of the rows, for dropout."""
+    return torch.arange(len(batch.tokens)) if lora and lora.dropout else None
+
+
+@torch.no_grad()
+def _round_to_nf4(model: Transformer) -> None:
+    for layer in adaptable(model).values():
+        layer.weight.copy_(QuantizedLinear.of(layer, NF4()).weight)
 
 
 def _freeze(named: Iterable[tuple[str, torch.nn.Parameter]], frozen: Sequence[str], everywhere: bool = False) -> None:
@@ -167,7 +190,8 @@ def compare(
         for outcome in launch(_run, world_size, strategy, wanted, seed, lr, steps, device=None)[0]:
             case = jobs[outcome.layout][outcome.case]
             if id(case) not in expected:
-                how = {"frozen": case.frozen, "max_grad_norm": case.max_grad_norm, "lora": case.lora}
+                how = {"frozen": case.frozen, "max_grad_norm": case.max_grad_norm}
+                how |= {"lora": case.lora, "qlora": case.qlora}
                 expected[id(case)] = reference(case.config, case.batch, seed=seed, lr=lr, **how)
             rows[outcome.layout, outcome.case] = _judge(outcome, expected[id(case)], tolerance)
     return [rows[layout, name] for layout, chosen in jobs.items() for name in chosen]
@@ -203,7 +227,7 @@ def _step(
     lr: float,
     steps: int,
 ) -> _Outcome:
-    start = Start(lora=case.lora)
+    start = Start(lora=case.lora, qlora=case.qlora)
     how = {"dtype": torch.float64, "attention": dense, "device": group.device}
     model = strategy.build(case.config, seed=seed, start=start, **how)
     batch = case.batch.to(group.device)
@@ -211,7 +235,7 @@ def _step(
     module = strategy.wrap(model)
     updater = strategy.updater(module, partial(_sgd, lr=lr))
     for step in range(steps):
-        _backward(strategy, module, batch, layout.accumulate)
+        _backward(strategy, module, batch, layout.accumulate, _keys_of(batch, case.lora))
         updater.prepare_gradients()
         norm = strategy.grad_norm(updater.parameters)
         if step == 0:
@@ -226,9 +250,11 @@ def _step(
     return _Outcome(layout, name, gradients, grad_norm, weights, len(set(group.gather_objects(bits))) == 1)
 
 
-def _backward(strategy: SingleDevice, module: torch.nn.Module, batch: Batch, accumulate: int) -> None:
+def _backward(
+    strategy: SingleDevice, module: torch.nn.Module, batch: Batch, accumulate: int, keys: Tensor | None = None
+) -> None:
     """This rank's rows of the batch, and its positions of them, in `accumulate` microbatches."""
-    parts = [batch.tokens, batch.targets, batch.weights, batch.documents]
+    parts = [batch.tokens, batch.targets, batch.weights, batch.documents, None, keys]
     if (positions := strategy.positions(batch.tokens.shape[1])) is not None:
         parts[:3] = _positions_of(batch, positions)
     rows = [None if x is None else x.tensor_split(strategy.world_size)[strategy.rank] for x in parts]

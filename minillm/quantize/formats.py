@@ -203,12 +203,16 @@ class Float8(Format):
 class DoubleScales(NamedTuple):
     """Scales as codes of 8 bits: mean + e4m3 · largest of its block (Dettmers et al. 2023, §3, "double quantization").
 
-    codes: as many as scales, uint8; largest: one for each block of 256, float32; mean: [], float32.
+    codes: [out, groups], uint8; largest: one for each block of 256, float32; mean: [], float32. Where codes are a part
+    of a layer's, the blocks are still the whole layer's, in which codes[0, 0] has the number `first`, and the output
+    after it `stride` more; None = as many as there are groups.
     """
 
     codes: Tensor
     largest: Tensor
     mean: Tensor
+    first: int = 0
+    stride: int | None = None
 
     BLOCK = 256
 
@@ -224,8 +228,10 @@ class DoubleScales(NamedTuple):
 
     def scale(self) -> Tensor:
         """[out, groups], float32."""
-        largest = self.largest.repeat_interleave(self.BLOCK)[: self.codes.numel()].view(self.codes.shape)
-        return self.codes.view(FLOAT8).float() * largest + self.mean
+        (outputs, groups), device = self.codes.shape, self.codes.device
+        starts = self.first + (self.stride or groups) * torch.arange(outputs, device=device)
+        blocks = (starts[:, None] + torch.arange(groups, device=device)) // self.BLOCK
+        return self.codes.view(FLOAT8).float() * self.largest[blocks] + self.mean
 
 
 def pack_halves(codes: Tensor) -> Tensor:

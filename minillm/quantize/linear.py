@@ -28,17 +28,27 @@ class QuantizedLinear(nn.Module):
 
     buffers_are_constant = True
 
-    def __init__(self, format: Format, codes: Tensor, grid: Grid, bias: Tensor | None, quantizes_inputs: bool = False):
+    def __init__(
+        self,
+        format: Format,
+        codes: Tensor,
+        grid: Grid | DoubleScales,
+        bias: Tensor | None,
+        quantizes_inputs: bool = False,
+    ):
         super().__init__()
         self.format, self.quantizes_inputs = format, quantizes_inputs
         self.out_features, self.in_features = len(codes), format.unpack(codes[:1]).shape[1]
-        doubled = DoubleScales.of(grid.scale) if isinstance(format, NF4) and format.double else None
+        if isinstance(grid, Grid) and isinstance(format, NF4) and format.double:
+            grid = DoubleScales.of(grid.scale)
+        doubled, zero = (grid, None) if isinstance(grid, DoubleScales) else (None, grid.zero)
         self.register_buffer("codes", codes.contiguous())  # as kernels expect all of these
         scale = grid.scale.to(format.scale_dtype) if doubled is None else doubled.codes
         self.register_buffer("scale", scale.contiguous())
         self.register_buffer("scale_largest", None if doubled is None else doubled.largest)
         self.register_buffer("scale_mean", None if doubled is None else doubled.mean)
-        self.register_buffer("zero", None if grid.zero is None else grid.zero.to(torch.int8).contiguous())
+        self._place = (0, None) if doubled is None else (doubled.first, doubled.stride)
+        self.register_buffer("zero", None if zero is None else zero.to(torch.int8).contiguous())
         self.register_buffer("scales_and_zeros", None)  # for the int4 kernel: 4 bytes a group beside scale and zero
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.kernel, self.multiply = kernels.DEQUANTIZE, self._dequantize_and_multiply
@@ -63,9 +73,16 @@ class QuantizedLinear(nn.Module):
     @property
     def grid(self) -> Grid:
         """Scales and zero points as they are kept, in float32."""
-        if self.scale_largest is not None:
-            return Grid(DoubleScales(self.scale, self.scale_largest, self.scale_mean).scale())
+        if (doubled := self.doubled) is not None:
+            return Grid(doubled.scale())
         return Grid(self.scale.float(), None if self.zero is None else self.zero.float())
+
+    @property
+    def doubled(self) -> DoubleScales | None:
+        """The scales, if they are codes themselves."""
+        if self.scale_largest is None:
+            return None
+        return DoubleScales(self.scale, self.scale_largest, self.scale_mean, *self._place)
 
     def unpacked(self) -> Tensor:
         """[out, in] codes, one to an element."""

@@ -9,7 +9,9 @@ from minillm.model.config import check_generates
 from minillm.serve.numbers import check_whole
 from minillm.serve.ranks.part import group_of
 from minillm.serve.ranks.stage import Stage
+from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.policies import POLICIES
+from minillm.serve.schedule.sequence import Sequence
 
 
 def check_engine(
@@ -106,3 +108,18 @@ def check_scheduler(
             f"token_budget {token_budget} must be at least max_num_seqs {max_num_seqs}: every running sequence may "
             "want a token."
         )
+
+
+def check_fits(sequence: Sequence, pool: BlockPool, piece: int | None, max_num_seqs: int) -> None:
+    """ValueError if a new sequence could never run. piece: see `Sequence.wanted`."""
+    limit, total, n = sequence.limit, pool.total, sequence.num_seqs
+    needed = pool.blocks_for(limit - 1)  # the last token is never computed
+    if piece is not None:
+        needed = min(needed, pool.most_blocks(piece))
+    if needed > total:
+        raise ValueError(
+            f"{limit} tokens need {needed} blocks of {pool.block_size} and the pool has {total}: "
+            "shorten the prompt, lower max_tokens or enlarge the pool."
+        )
+    if n > max_num_seqs:
+        raise ValueError(f"n {n} is more than max_num_seqs {max_num_seqs}: lower one or raise the other.")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from minillm.adapters.attach import adapted_kinds, without_dropout
+from minillm.adapters.dropout import window_keys
 from minillm.adapters.start import BaseFolder, Start
 from minillm.data import Batch, Conversations, Loader, Preferences, Tokens, dataset_of
 from minillm.measure import Ledger, ledger, span
@@ -98,8 +99,6 @@ class Trainer:
         how = {"seed": config.seed, "device": self.device, "dtype": self.precision.weights}
         start = Start(base, config.adapter, config.qlora)
         self.model = self.parallel.build(config.model, start=start, **how)
-        if config.lora_dropout:
-            torch.manual_seed(config.seed + (self.parallel.group.rank if self.parallel.group else 0))
         checkpoint_blocks(self.model, MODES[config.activation_checkpointing])
         if config.compile:
             if self.parallel.sends_inside_blocks:
@@ -284,7 +283,10 @@ class Trainer:
         goals = None
         if self.teacher and self.config.distil_share:
             goals = partial(self.teacher.goals, batch, documents)
-        return Microbatch(self._copy(batch.inputs), self._copy(batch.targets), None, documents, goals)
+        keys = None
+        if self.config.lora_dropout:
+            keys = self._copy(window_keys(self.config.seed, self.steps_done, batch.indices))
+        return Microbatch(self._copy(batch.inputs), self._copy(batch.targets), None, documents, goals, keys)
 
     def _copy(self, x: Tensor) -> Tensor:
         """x on the device. To a GPU from pinned memory, of which torch keeps what a finished copy has left: a copy of

@@ -25,6 +25,9 @@ from minillm.parallel.sharding.placement import Part, Placement, Replicate, Shar
 from minillm.parallel.split_backward import weight_gradient
 from minillm.parallel.tensor_parallel.regions import Region
 
+Factors = Sequence[Tensor | nn.Module]  # weights, or frozen quantized layers that have one when it is needed
+Tensors = Sequence[Tensor | None]
+
 
 class _ParallelLinear(nn.Module):
     """A part of nn.Linear. Alone it draws the whole as nn.Linear does and keeps its part: seed all ranks alike.
@@ -86,44 +89,52 @@ def fused_column_linears(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tens
 
 
 def column_linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], region: Region
+    x: Tensor, weights: Factors, biases: Tensors, region: Region, masks: Tensors = ()
 ) -> tuple[Tensor, ...]:
-    """x @ weightᵀ + bias for each: the beginning of a region. weights: [this rank's outputs, inputs].
+    """x @ weightᵀ + bias for each: the beginning of a region. weights: [this rank's outputs, inputs]; of a quantized
+    layer worked out whenever it is needed, and not kept. masks: what x, as it is inside the region, is multiplied with
+    before each product; None = nothing.
 
     Backward begins to sum x's gradient over the ranks and works out the weights' gradients meanwhile.
     """
-    return _ColumnLinears.apply(x, region, len(weights), *weights, *biases)
+    return _ColumnLinears.apply(x, region, len(weights), *weights, *biases, *(masks or [None] * len(weights)))
 
 
 class _ColumnLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, region, count, *parameters):
+    def forward(ctx, x, region, count, *given):
         ctx.region, ctx.count = region, count
-        weights, biases = parameters[:count], parameters[count:]
+        weights, biases, masks = given[:count], given[count : 2 * count], given[2 * count :]
         x = _as_computed(x)
         begun = region.begin(x)
-        ctx.save_for_backward(region.to_save(x, begun), *parameters)
-        return tuple(F.linear(begun, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        ctx.layers = [None if isinstance(weight, Tensor) else weight for weight in weights]
+        kept = [weight if isinstance(weight, Tensor) else None for weight in weights]
+        ctx.save_for_backward(region.to_save(x, begun), *kept, *biases, *masks)
+        return tuple(
+            F.linear(_masked(begun, mask), _values(weight, begun), bias)
+            for weight, bias, mask in zip(weights, biases, masks, strict=True)
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        saved, *parameters = ctx.saved_tensors
-        weights, biases = parameters[: ctx.count], parameters[ctx.count :]
+        saved, *given = ctx.saved_tensors
+        weights, biases, masks = given[: ctx.count], given[ctx.count : 2 * ctx.count], given[2 * ctx.count :]
+        weights = [weight if layer is None else layer for weight, layer in zip(weights, ctx.layers, strict=True)]
         needs_x, _, _, *needed = ctx.needs_input_grad
-        weights_needed, biases_needed = needed[: ctx.count], needed[ctx.count :]
+        weights_needed, biases_needed = needed[: ctx.count], needed[ctx.count : 2 * ctx.count]
         restoring = ctx.region.restore(saved) if any(weights_needed) else None
-        dx = ctx.region.begin_backward(_input_gradient(gradients, weights)) if needs_x else None
+        dx = ctx.region.begin_backward(_input_gradient(gradients, weights, masks)) if needs_x else None
         x = restoring.wait() if restoring else None
         weight_gradients = [
-            _weight_gradient(weight, dy, x) if need else None
-            for weight, dy, need in zip(weights, gradients, weights_needed, strict=True)
+            _weight_gradient(weight, dy, x, mask) if need else None
+            for weight, dy, mask, need in zip(weights, gradients, masks, weights_needed, strict=True)
         ]
         bias_gradients = [
             _bias_gradient(bias, dy) if need else None
             for bias, dy, need in zip(biases, gradients, biases_needed, strict=True)
         ]
-        return dx.wait() if dx else None, None, None, *weight_gradients, *bias_gradients
+        return dx.wait() if dx else None, None, None, *weight_gradients, *bias_gradients, *[None] * ctx.count
 
 
 class _RowLinear(torch.autograd.Function):
@@ -133,18 +144,18 @@ class _RowLinear(torch.autograd.Function):
         x = _as_computed(x)
         ctx.save_for_backward(x, weight)
         y = F.linear(x, weight)
-        return region.end(y.clone() if _products_are_kept() else y)
+        return region.end(y.clone() if products_are_kept() else y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dy = ctx.region.end_backward(dy)
-        dx = _input_gradient([dy], [weight]) if ctx.needs_input_grad[0] else None
+        dx = _input_gradient([dy], [weight], [None]) if ctx.needs_input_grad[0] else None
         return dx, _weight_gradient(weight, dy, x) if ctx.needs_input_grad[1] else None, None
 
 
-def _products_are_kept() -> bool:
+def products_are_kept() -> bool:
     """Whether selective recomputation (ours or torch's) keeps results, which summing in place would change. Other
     dispatch modes, such as a memory tracker's, only look."""
     return any(
@@ -160,21 +171,34 @@ def _as_computed(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if cast else x
 
 
-def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Σ dy @ weight, contiguous."""
+def _input_gradient(gradients: Sequence[Tensor], weights: Factors, masks: Tensors) -> Tensor:
+    """Σ mask · (dy @ weight), contiguous."""
     dx = None
-    for dy, weight in zip(gradients, weights, strict=True):
-        rows, weight = _rows(dy), weight.to(dy.dtype)
-        dx = rows @ weight if dx is None else dx.addmm_(rows, weight)
+    for dy, weight, mask in zip(gradients, weights, masks, strict=True):
+        rows, weight = _rows(dy), _values(weight, dy)
+        if mask is None:
+            dx = rows @ weight if dx is None else dx.addmm_(rows, weight)
+        else:
+            masked = (rows @ weight).mul_(_rows(mask))
+            dx = masked if dx is None else dx.add_(masked)
     return dx.view(*gradients[0].shape[:-1], dx.shape[-1])
+
+
+def _values(weight: Tensor | nn.Module, like: Tensor) -> Tensor:
+    """A weight, or what a layer's codes stand for now, in the dtype of what it is multiplied with."""
+    return (weight if isinstance(weight, Tensor) else weight.weight).to(like.dtype)
+
+
+def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else x * mask.to(x.dtype)
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    return weight_gradient(weight, lambda: (_rows(dy).T @ _rows(x)).to(weight.dtype))
+def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
+    return weight_gradient(weight, lambda: (_rows(dy).T @ _rows(_masked(x, mask))).to(weight.dtype))
 
 
 def _bias_gradient(bias: Tensor, dy: Tensor) -> Tensor | None:

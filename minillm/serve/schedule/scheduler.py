@@ -18,24 +18,13 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import count
-from typing import Protocol
 
-from minillm.serve.checks import check_scheduler
+from minillm.serve.checks import check_fits, check_scheduler
 from minillm.serve.schedule.blocks import BlockPool, Prefix
-from minillm.serve.schedule.policies import POLICIES
+from minillm.serve.schedule.policies import POLICIES, HandOvers
 from minillm.serve.schedule.sequence import Plan, Sequence, State
 
 RUNNING = State.RUNNING  # looked up once: an enumeration's member costs as much as all else of a decoding sequence
-
-
-class HandOvers(Protocol):
-    """What computes prompts elsewhere (`transfer/decode.py`)."""
-
-    def begin(self, sequence: Sequence) -> bool:
-        """Whether an admitted sequence, which has its blocks, waits for its keys from now on."""
-
-    def give_up(self, sequence: Sequence) -> None:
-        """It waits no more, and its blocks are about to be released."""
 
 
 class Scheduler:
@@ -100,17 +89,7 @@ class Scheduler:
 
     def check(self, sequence: Sequence) -> None:
         """ValueError if a new sequence could never run."""
-        limit, total, n = sequence.limit, self.pool.total, sequence.num_seqs
-        needed = self.pool.blocks_for(limit - 1)  # the last token is never computed
-        if self.piece is not None:
-            needed = min(needed, self.pool.most_blocks(self.piece))
-        if needed > total:
-            raise ValueError(
-                f"{limit} tokens need {needed} blocks of {self.pool.block_size} and the pool has {total}: "
-                "shorten the prompt, lower max_tokens or enlarge the pool."
-            )
-        if n > self.max_num_seqs:
-            raise ValueError(f"n {n} is more than max_num_seqs {self.max_num_seqs}: lower one or raise the other.")
+        check_fits(sequence, self.pool, self.piece, self.max_num_seqs)
 
     @property
     def adapters_in_use(self) -> set[int]:
@@ -126,10 +105,8 @@ class Scheduler:
             computed = sequence.num_computed
             drafts += sequence.num_draft_tokens
             if len(sequence.tokens) - computed != 1:
-                if sequence.ticket:
-                    continue  # it waits for keys
                 short = sequence.state is RUNNING and sequence.wanted(self.piece) > len(sequence.blocks) * size
-                if not short or self._grow(sequence, plan):
+                if not sequence.ticket and (not short or self._grow(sequence, plan)):  # with one it waits for keys
                     prompts.append(sequence)
             elif sequence.state is not RUNNING or len(batch) >= share:  # preempted just now, for an earlier one
                 continue

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.adapters.attach import adapted_shapes
+from minillm.adapters.dropout import numbered
 from minillm.adapters.parallel import part_of_adapted
 from minillm.adapters.start import Start
 from minillm.comm import Group
@@ -72,9 +73,7 @@ class Hybrid(SingleDevice):
         self.rank, self.world_size, self.stride = groups.rank, layout.dp, groups.stride
         self.context = context_attention(layout.context, *groups.context) if groups.context else None
         self.sends_inside_blocks = bool(groups.tp or groups.experts or groups.context)
-        self._documents: Sequence[Tensor | None] = ()
-        self._router_losses: Sequence[RouterLosses] = ()
-        self._goals: Sequence[Goals] = ()
+        self._documents = self._router_losses = self._goals = self._keys = ()  # of a pipeline's microbatches
 
     def close(self) -> None:
         self.groups.close()
@@ -105,7 +104,7 @@ class Hybrid(SingleDevice):
             if self.context:
                 context_parallel(part, self.context)
             start.add_adapters(part, self.groups.tp)
-            start.fill(part, seed, device or self.group.device, is_sharded=self.layout.zero == 3)
+            start.fill(part, seed, device or self.group.device, self.layout.zero == 3, self.groups.tp)
         self.initialize = functools.partial(parts[0].draw, config, seed=seed)
         return HeldParts(parts) if order else parts[0]
 
@@ -170,7 +169,7 @@ class Hybrid(SingleDevice):
     @contextlib.contextmanager
     def _around(self, sharded: FullyShard | None, action: Any) -> Iterator[None]:
         """Around an action of the pipeline: its part's weights, but for weight gradients, which do not read them, and
-        the documents, the teacher's goals and router losses of its microbatch."""
+        the documents, the teacher's goals, keys and router losses of its microbatch."""
         part = self.model.parts[action.chunk]
         groups = sharded.groups_of(part) if sharded and action.kind != "W" else []
         attention, documents = part.attention, self._documents[action.microbatch] if self._documents else None
@@ -179,11 +178,12 @@ class Hybrid(SingleDevice):
         part.goals = self._goals[action.microbatch] if self._goals else None
         part.router_losses = self._router_losses[action.microbatch] if self._router_losses else None
         keep = not self.layout.reshard and torch.is_grad_enabled()  # in training; a step changes them afterwards
-        with sharded.unsharded(groups, keep) if sharded else contextlib.nullcontext():
-            try:
+        gathered = sharded.unsharded(groups, keep) if sharded else contextlib.nullcontext()
+        try:
+            with gathered, numbered(part, self._keys[action.microbatch] if self._keys else None):
                 yield
-            finally:
-                part.attention = attention
+        finally:
+            part.attention = attention
 
     def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> Updater | SlicedOptimizer:
         if self.layout.zero == 0:
@@ -218,15 +218,16 @@ class Hybrid(SingleDevice):
     ) -> Tensor:
         if not self.layout.order:
             return super().forward_backward(module, microbatches, loss_divisor, around, scale)
-        tokens, targets, weights, documents, goals = zip(*(Microbatch(*each) for each in microbatches), strict=True)
+        tokens, targets, weights, documents, goals, keys = zip(*(Microbatch(*m) for m in microbatches), strict=True)
         self._documents = torch.cat(documents).tensor_split(self.layout.accumulate) if None not in documents else ()
         self._goals = Goals.cut([each() for each in goals], self.layout.accumulate) if None not in goals else ()
+        self._keys = torch.cat(keys).tensor_split(self.layout.accumulate) if None not in keys else ()
         whole = torch.cat(tokens), torch.cat(targets), None if weights[0] is None else torch.cat(weights)
         self._router_losses = self._losses_of(whole[1], whole[2], lambda nll: scale(nll / loss_divisor))
         step = functools.partial(self.model.pipeline.step, scale=scale)
         with self._holding_back(), around("pipeline"):
             total = self.model.run(step, whole, lambda nll: nll / loss_divisor)
-        self._documents = self._router_losses = self._goals = ()
+        self._documents = self._router_losses = self._goals = self._keys = ()
         self.finish_backward()
         return total * loss_divisor
 

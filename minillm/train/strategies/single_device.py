@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minillm.adapters.dropout import numbered
 from minillm.adapters.lora import LoraConfig, is_adapter
 from minillm.adapters.start import Start
 from minillm.comm import Group
@@ -32,6 +33,7 @@ class Microbatch(NamedTuple):
 
     documents: which of several packed documents each token belongs to, of whole sequences; None: one document.
     goals: asks the teacher, when the microbatch is computed; None: there is none.
+    keys: [batch], of the rows, for the dropout of adapters; None: there is none.
     """
 
     tokens: Tensor
@@ -39,6 +41,7 @@ class Microbatch(NamedTuple):
     weights: Tensor | None = None
     documents: Tensor | None = None
     goals: Callable[[], Goals] | None = None
+    keys: Tensor | None = None
 
 
 def quietly(name: str) -> contextlib.AbstractContextManager:
@@ -134,8 +137,8 @@ class SingleDevice:
         rank's rows. around: a context for "forward" and for "backward"; scale: of the loss, for half precision."""
         microbatches = [Microbatch(*each) for each in microbatches]
         total = torch.zeros((), device=microbatches[0].tokens.device)
-        for index, (tokens, targets, weights, documents, goals) in enumerate(microbatches):
-            with self.accumulating(last=index == len(microbatches) - 1):
+        for index, (tokens, targets, weights, documents, goals, keys) in enumerate(microbatches):
+            with self.accumulating(last=index == len(microbatches) - 1), numbered(self.model, keys):
                 with around("forward"):
                     more = {} if weights is None else {"weights": weights}
                     if documents is not None:

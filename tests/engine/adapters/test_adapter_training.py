@@ -19,7 +19,7 @@ from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.hybrid import make_strategy
 from tests.engine.comm.nccl_like import make_nccl_like_strategy
 
-SHAPE = ModelConfig(64, 64, 64, 2, 4, 2, max_seq_len=32)
+SHAPE = ModelConfig(64, 64, 128, 2, 4, 2, head_dim=32, max_seq_len=32)  # groups of 64 for two tensor-parallel ranks
 TOKENS = Tokens(np.random.default_rng(0).integers(0, 64, 2000).astype(np.uint16), 64, 0, 1, 2000)
 
 
@@ -101,9 +101,19 @@ def test_qlora_needs_adapters():
 def on_ranks(group, folder, config, layout, make, save_to):
     how = {"base": BaseFolder(folder), "device": group.device}
     with make(group, layout) as strategy, Trainer(config, TOKENS, parallel=strategy, **how) as trainer:
+        before = frozen_of(trainer)
         losses = [trainer.step().loss for _ in range(3)]
         export_adapter(trainer, save_to, "command", None)
+        assert before.keys() == frozen_of(trainer).keys() and len(before) > 2
+        assert all(torch.equal(after, before[name]) for name, after in frozen_of(trainer).items())
     return losses
+
+
+def frozen_of(trainer):
+    """What this rank has of the base, copied: weights, or codes and scales."""
+    named = {**dict(trainer.module.named_parameters()), **dict(trainer.module.named_buffers())}
+    here = {name: each for name, each in named.items() if each.untyped_storage().nbytes()}  # not gathered for a moment
+    return {name: each.detach().clone() for name, each in here.items() if "lora_" not in name}
 
 
 LAYOUTS = [
@@ -111,12 +121,23 @@ LAYOUTS = [
     (ParallelConfig(dp=2, zero=2), True),
     (ParallelConfig(dp=2, zero=3), True),
     (ParallelConfig(tp=2, sequence=True), False),
+    (ParallelConfig(tp=2, sequence=True), True),
     (ParallelConfig(pp=2, accumulate=4), True),
+    (ParallelConfig(tp=2, pp=2, accumulate=4), True),
+    (ParallelConfig(dp=2, tp=2, zero=3, sequence=True), True),
 ]
 
 
 # Without QLoRA the oracle has the NCCL-like backend, too.
-RUNS = [pytest.param(*each, make_strategy, id=f"{each[0]}-{each[1]}-gloo") for each in LAYOUTS]
+RUNS = [
+    pytest.param(
+        *each,
+        make_strategy,
+        marks=[pytest.mark.full] if each[0].world_size > 2 else [],
+        id=f"{each[0]}-{each[1]}-gloo",
+    )
+    for each in LAYOUTS
+]
 RUNS += [
     pytest.param(*each, make_nccl_like_strategy, marks=pytest.mark.full, id=f"{each[0]}-nccl_like")
     for each in LAYOUTS
@@ -148,10 +169,18 @@ def begun_on_ranks(group, folder, config, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [ParallelConfig(dp=2, zero=3), ParallelConfig(tp=2), ParallelConfig(pp=2, accumulate=4)], ids=str
+    ("layout", "options"),
+    [
+        (ParallelConfig(dp=2, zero=3), {"lora_dropout": 0.3}),
+        (ParallelConfig(tp=2), {"lora_dropout": 0.3, "activation_checkpointing": "full"}),
+        (ParallelConfig(tp=2, sequence=True), {"qlora": True, "activation_checkpointing": "selective"}),
+        (ParallelConfig(pp=2, accumulate=4), {"lora_dropout": 0.3, "activation_checkpointing": "selective"}),
+    ],
+    ids=str,
 )
-def test_a_run_of_ranks_goes_on_in_one_process(folder, layout):
-    config = config_of(folder, batch_size=4 // layout.dp)
+def test_a_run_of_ranks_goes_on_in_one_process(folder, layout, options):
+    """Dropout has the same masks there, whoever computes a block a second time."""
+    config = config_of(folder, batch_size=4 // layout.dp, **options)
     with trainer_of(folder, replace(config, batch_size=4)) as trainer:
         expected = [trainer.step().loss for _ in range(4)][2:]
     state = launch(begun_on_ranks, layout.world_size, folder, config, layout)[0]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from minillm.adapters import LoraConfig, adapters, attach, detach, merge, switched_off, unmerge
 from minillm.adapters.attach import adapter_parameters, matches
+from minillm.adapters.dropout import numbered
 from minillm.adapters.peft_folder import CONFIG, TENSORS, load_peft, read_peft, save_peft
-from minillm.adapters.start import BaseFolder
-from minillm.model import ModelConfig, Transformer, load_hf, save_hf
+from minillm.adapters.start import BaseFolder, Start
+from minillm.comm import launch
+from minillm.model import ModelConfig, MoEConfig, Transformer, load_hf, save_hf
 from minillm.quantize import NF4, QuantizedLinear, Settings, quantize
+from minillm.train.parallel_config import ParallelConfig
+from minillm.train.strategies.hybrid import Hybrid
 
 TINY = ModelConfig(37, 12, 20, 2, 4, 2, head_dim=4, max_seq_len=16, init_std=0.3)
 TOKENS = torch.arange(24).view(2, 12)
@@ -108,6 +113,17 @@ def test_an_unknown_target_lists_what_there_is():
         attach(model(), LoraConfig(2, ("q", "qkv")))
 
 
+@pytest.mark.parametrize("target", ["gate", "experts", "*.experts.down"])
+def test_routed_experts_have_no_adapters(target):
+    """Refused with the reason; "all" is every other layer, those of shared experts included."""
+    config = replace(TINY, moe=MoEConfig(4, 2, 8))
+    with pytest.raises(ValueError, match=r"there are q_proj, .*; routed experts have none: their weights"):
+        attach(Transformer(config), LoraConfig(2, (target,)))
+    shared = replace(TINY, moe=MoEConfig(4, 2, 8, shared_experts=1))
+    made = attach(Transformer(shared), LoraConfig(2, ("all",)))
+    assert {name.split(".", 2)[2] for name in made} >= {"attention.q_proj", "mlp.shared.down_proj"}
+
+
 def test_a_second_adapter_is_refused():
     changed = model()
     attach(changed, ALL)
@@ -151,6 +167,36 @@ def test_no_float_copy_of_the_codes_is_kept_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
         codes(TOKENS, targets=TOKENS)
     assert (64, 64) not in [tuple(size) for size in sizes]
+
+
+def kept_over_ranks(group):
+    """Shapes of weights that two ranks keep for backward: beside codes, and beside floats for comparison."""
+    config, lora, found = ModelConfig(64, 64, 128, 1, 4, 2, head_dim=64), LoraConfig(2, ("q", "down"), dropout=0.1), []
+    with Hybrid(group, ParallelConfig(tp=2)) as strategy:
+        for qlora in (True, False):
+            model, kept = strategy.build(config, seed=0, start=Start(lora=lora, qlora=qlora)), Kept()
+            with kept.watching(), numbered(model, torch.arange(2)):
+                model(TOKENS, targets=TOKENS)
+            found.append({shape for shape in kept.shapes if len(shape) == 2 and min(shape) >= 64})
+    return found
+
+
+class Kept:
+    def __init__(self):
+        self.shapes = []
+
+    def watching(self):
+        return torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
+
+    def note(self, tensor):
+        self.shapes.append(tuple(tensor.shape))
+        return tensor
+
+
+def test_nor_is_one_on_tensor_parallel_ranks():
+    for beside_codes, beside_floats in launch(kept_over_ranks, 2):
+        assert beside_floats == {(128, 64), (64, 64), (64, 128)}  # query; key, value and the MLP's; o
+        assert beside_codes == set()
 
 
 def test_codes_cannot_be_merged_into():

@@ -20,6 +20,7 @@ from tests.engine.comm.nccl_like import make_nccl_like_strategy
 
 SHAPE = ModelConfig(37, 12, 20, 2, 4, 2, head_dim=4, max_seq_len=16, init_std=0.3)
 LORA, BETA = LoraConfig(3, ("all",), zero_start=False), 0.3
+CODES = ModelConfig(37, 64, 128, 2, 4, 2, head_dim=32, max_seq_len=16, init_std=0.3)  # in NF4, for two ranks
 DRAW = torch.Generator().manual_seed(0)
 TOKENS, TARGETS = torch.randint(37, (2, 8, 10), generator=DRAW)  # four pairs
 TARGETS[torch.rand(8, 10, generator=DRAW) < 0.4] = IGNORE
@@ -42,9 +43,9 @@ def expected():
     return loss.item(), {name: p.grad for name, p in adapter_parameters(policy).items()}
 
 
-def found(strategy, accumulate=1):
-    start = Start(lora=LORA)
-    model = strategy.build(SHAPE, seed=2, start=start, dtype=torch.float64, attention=dense)
+def found(strategy, accumulate=1, shape=SHAPE):
+    start = Start(lora=LORA, qlora=shape is CODES)
+    model = strategy.build(shape, seed=2, start=start, dtype=torch.float64, attention=dense)
     module = strategy.wrap(model)
     updater = strategy.updater(module, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
     rows = (each.tensor_split(strategy.world_size)[strategy.rank] for each in (TOKENS, TARGETS))
@@ -68,9 +69,9 @@ def test_gradients_are_those_of_the_formula(accumulate):
     check(*found(SingleDevice(), accumulate))
 
 
-def on_ranks(group, layout, make):
+def on_ranks(group, layout, make, is_in_codes=False):
     with make(group, layout) as strategy:
-        return found(strategy, layout.accumulate)
+        return found(strategy, layout.accumulate, CODES if is_in_codes else SHAPE)
 
 
 BACKENDS = [make_strategy, pytest.param(make_nccl_like_strategy, marks=pytest.mark.full)]
@@ -86,3 +87,12 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_so_are_those_of_ranks(layout, make):
     check(*launch(partial(on_ranks), layout.world_size, layout, make)[0])
+
+
+def test_beside_codes_ranks_compute_what_one_process_does():
+    """The reference, too: adapters that are switched off leave codes that are cut over ranks."""
+    loss, gradients = launch(on_ranks, 2, ParallelConfig(tp=2, sequence=True), make_strategy, True)[0]
+    right, expected = found(SingleDevice(), shape=CODES)
+    assert loss == pytest.approx(right, rel=1e-12) and gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14, msg=name)

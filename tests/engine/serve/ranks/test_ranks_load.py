@@ -180,7 +180,7 @@ def test_codes_that_cannot_be_cut_are_refused():
     cases = [
         (Int(bits=4, group=32), "rtn", 64, "64 inputs in groups of 32, which do not divide over 4 ranks"),
         (Int(), "smoothquant", 128, "rounds whole rows of inputs, of which a rank has a part"),
-        (NF4(), "rtn", 128, "scales that are quantized in turn"),
+        (NF4(), "rtn", 128, "64 inputs in groups of 64, which do not divide over 4 ranks"),
         (Int(), "rtn", 130, "which do not divide over 4 ranks"),
     ]
     for texts in launch(refused, 4, [case for *case, _ in cases]):
