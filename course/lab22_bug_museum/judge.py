@@ -8,7 +8,7 @@ from typing import Any
 from course.kit.exercises import CheckFailed
 from course.kit.receipts import Row, format_value
 from course.lab22_bug_museum.exhibit import Exhibit
-from course.lab22_bug_museum.patches import Edits
+from course.shared.faults.patches import Edits
 
 
 def verify(exhibit: Exhibit, code: Callable | Sequence[Callable | Edits | None]) -> list[Row]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from course.kit.receipts import Row, row, titled
 from course.lab22_bug_museum import museum
-from course.lab22_bug_museum.patches import code_hash
 from course.lab22_bug_museum.training_runs import Record
+from course.shared.faults.patches import code_hash
 from course.shared.table import Table, table
 
 SHOWN = ("slow-with-clipping", "two-gpus-one-run", "utilisation")

@@ -16,7 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from course.kit.receipts import Row, row
-from course.lab22_bug_museum.patches import Patch, planted
+from course.shared.faults.patches import Patch, planted
+from course.shared.faults.strategy import PlantedStrategy
 from minillm.comm import Group, launch
 from minillm.data import Tokens
 from minillm.equivalence import cases_of, compare
@@ -27,7 +28,7 @@ from minillm.train import TrainConfig, Trainer
 from minillm.train.fault_tolerance.replica_check import hashes
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.steptime import Step
-from minillm.train.strategies.hybrid import Hybrid, make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 from minillm.train.strategies.single_device import SingleDevice
 
 HANGS_AFTER_S = 20.0
@@ -160,26 +161,6 @@ def oracle(layouts: Sequence[ParallelConfig], case: str = "") -> Callable[[Seque
         return [row(f"oracle, {each.layout}: within 1e-10", True, each.ok) for each in found]
 
     return rows
-
-
-@dataclass(frozen=True)
-class PlantedStrategy:
-    """Makes strategies as `make_strategy` does, with patches planted until they are closed."""
-
-    patches: tuple[Patch, ...]
-
-    def __call__(self, group: Group, layout: ParallelConfig) -> Hybrid:
-        around = planted(self.patches)
-        around.__enter__()
-        strategy = make_strategy(group, layout)
-        close = strategy.close
-
-        def close_and_restore() -> None:
-            close()
-            around.__exit__(None, None, None)
-
-        strategy.close = close_and_restore
-        return strategy
 
 
 def _on_rank(

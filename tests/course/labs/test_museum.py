@@ -10,7 +10,7 @@ from course.lab22_bug_museum import judge
 from course.lab22_bug_museum.exhibit import LEAST_FIXES, LEAST_SUSPECTS
 from course.lab22_bug_museum.game import failure_of, same_failure
 from course.lab22_bug_museum.museum import EXHIBITS
-from course.lab22_bug_museum.patches import code_hash, planted, sound
+from course.shared.faults.patches import code_hash, planted, sound
 
 SEEDS = [range(2), pytest.param(range(2, 20), marks=pytest.mark.full)]
 

@@ -57,6 +57,18 @@ class Patch:
         return Patch(self.target, code, self.also)
 
 
+@dataclass(frozen=True)
+class Fault(Patch):
+    """A patch that plants a defect which shipped somewhere.
+
+    place, mechanism: what is wrong and where, in half a sentence each; threads: where it shipped, as links.
+    """
+
+    place: str = ""
+    mechanism: str = ""
+    threads: tuple[str, ...] = ()
+
+
 @contextlib.contextmanager
 def planted(patches: Iterable[Patch]) -> Iterator[None]:
     """The patches' code runs inside the block; afterwards minillm's own does again, whatever happened."""
@@ -105,7 +117,7 @@ def edited(target: str, edits: Edits) -> str:
 def _compiled(target: str, edits: tuple[tuple[str, str], ...]) -> Any:
     source = edited(target, dict(edits))
     digest = hashlib.sha1(source.encode()).hexdigest()[:8]
-    file = f"<{target} in the museum, {digest}>"
+    file = f"<{target} with an edit, {digest}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
     made: dict[str, Any] = {}
     exec(compile(source, file, "exec"), vars(sys.modules[_module(target)]), made)
