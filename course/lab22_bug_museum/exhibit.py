@@ -134,10 +134,10 @@ class Exhibit:
         """Minutes of the model investigation."""
         return sum(self.measurement(clue.measurement).minutes for clue in self.investigation)
 
-    def runs(self, patches: Patches, seeds: Sequence[int]) -> list[Any]:
-        """A record for each seed, faster than one after the other where `run` can do many at once."""
+    def runs(self, jobs: Sequence[tuple[Patches, int]]) -> list[Any]:
+        """A record for each (patches, seed), faster than one after the other where `run` can do many at once."""
         many = getattr(self.run, "many", None)
-        return many(patches, seeds) if many else [self.run(patches, seed) for seed in seeds]
+        return many(jobs) if many else [self.run(*job) for job in jobs]
 
     def measurement(self, name: str) -> Measurement:
         """ValueError for a measurement that cannot be ordered here."""

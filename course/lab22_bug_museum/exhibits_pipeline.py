@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from course.kit.receipts import row
 from course.lab22_bug_museum import training_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Measurement, Suspect, WrongFix
-from course.lab22_bug_museum.training_runs import Record, Run, Scene, oracle
+from course.lab22_bug_museum.training_runs import Job, Record, Run, Scene, oracle, together
 from course.shared.faults import training as faults
 from course.shared.faults.patches import Patch
 from minillm.train.parallel_config import ParallelConfig
@@ -191,10 +191,11 @@ class _Both:
     runs = tuple(Run(Scene(ParallelConfig(dp=2, pp=2, accumulate=n), steps=4)) for n in (2, 4))
 
     def __call__(self, patches: Sequence[Patch], seed: int) -> tuple[Record, ...]:
-        return self.many(patches, [seed])[0]
+        return self.many([(patches, seed)])[0]
 
-    def many(self, patches: Sequence[Patch], seeds: Sequence[int]) -> list[tuple[Record, ...]]:
-        return list(zip(*(run.many(patches, seeds) for run in self.runs), strict=True))
+    def many(self, jobs: Sequence[Job]) -> list[tuple[Record, ...]]:
+        found = together([(run, *job) for run in self.runs for job in jobs])
+        return list(zip(found[: len(jobs)], found[len(jobs) :], strict=True))
 
 
 def _of(which: int, measurement: Measurement, when: str) -> Measurement:

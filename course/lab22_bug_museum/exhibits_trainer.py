@@ -116,7 +116,7 @@ def _utilisation(patches: Sequence[Patch], seed: int) -> Utilisation:
     return Utilisation(steps, peak, *flops)
 
 
-ADAPTED = Scene(ParallelConfig(), steps=1, seq_len=32, settings={"lora": 2})
+ADAPTED = Scene(ParallelConfig(), steps=1, seq_len=32, settings=(("lora", 2),))
 
 
 def _other_runs(patches: Sequence[Patch]) -> list[Row]:

@@ -76,7 +76,7 @@ def of_serving(served: Served) -> Noticed:
 
 def of_training(exhibit: Exhibit) -> Noticed:
     try:
-        record = exhibit.run(exhibit.faults, SEED)
+        record, *rest = exhibit.runs([(exhibit.faults, SEED), *[((), SEED)] * hasattr(exhibit.run, "many")])
     except (RankError, HangError):
         return {"mismatch check": True}
     found: Noticed = {"mismatch check": isinstance(record, Outcome) and bool(record.error)}
@@ -85,7 +85,7 @@ def of_training(exhibit: Exhibit) -> Noticed:
     elif isinstance(record, Utilisation):
         found["receipts"] = abs(record.implied / record.flops - 1) > 1e-6
     elif not isinstance(record, Outcome):
-        pairs = list(zip(_records(record), _records(exhibit.run((), SEED)), strict=True))
+        pairs = list(zip(_records(record), _records(rest[0]), strict=True))
         found["replica check"] = any(one.drifted() for one, _ in pairs)
         found["receipts"] = any(_traffic(one) != _traffic(sound) for one, sound in pairs)
         found["one process's log"] = any(_other_log(one) for one, _ in pairs)

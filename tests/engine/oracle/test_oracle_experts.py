@@ -11,7 +11,6 @@ from minillm.equivalence import EXPERT_CASES, ParallelConfig, compare
 from minillm.model import ModelConfig
 from minillm.train.strategies.hybrid import Hybrid
 
-
 DOUBLED = PlantedStrategy((EXPERTS_DOUBLED,))
 
 
@@ -23,9 +22,7 @@ class MixesExperts(Hybrid):
         return {}
 
 
-@pytest.mark.parametrize(
-    ("mistake", "ep"), [(DOUBLED, 2), pytest.param(MixesExperts, 2, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("mistake", "ep"), [(DOUBLED, 2), pytest.param(MixesExperts, 2, marks=pytest.mark.full)])
 def test_usual_mistakes_are_found(mistake, ep):
     cases = {"experts": EXPERT_CASES["experts"]}
     (row,) = compare(ParallelConfig(dp=ep, ep=ep), cases, steps=1, strategy=mistake)
