@@ -61,12 +61,21 @@ class Patch:
 class Fault(Patch):
     """A patch that plants a defect which shipped somewhere.
 
-    place, mechanism: what is wrong and where, in half a sentence each; threads: where it shipped, as links.
+    place, mechanism: what is wrong and where, in half a sentence each. shipped: owner/repository#number, or an address.
     """
 
     place: str = ""
     mechanism: str = ""
-    threads: tuple[str, ...] = ()
+    shipped: tuple[str, ...] = ()
+
+    @property
+    def threads(self) -> list[str]:
+        """Where it shipped, as links. GitHub leads from an issue's address to a pull request of that number."""
+        parts = [thread.partition("#") for thread in self.shipped]
+        return [
+            f"https://github.com/{where}/issues/{number}" if number else f"https://{where}"
+            for where, _, number in parts
+        ]
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from course.shared.faults.patches import Fault
 
-GITHUB = "https://github.com/"
 SCHEDULER = "minillm.serve.schedule.scheduler:Scheduler"
 
 # The key of a block.
@@ -13,10 +12,7 @@ ONE_BYTE = Fault(
     {TOKENS: "tuple(token & 0xFF for token in self.tokens[start : start + block_size])"},
     place="prefix cache, the key of a block",
     mechanism="the key keeps only a part of each token, so other tokens match",
-    threads=(
-        f"{GITHUB}waybarrios/vllm-mlx/pull/444",
-        f"{GITHUB}openvinotoolkit/openvino.genai/issues/3722",
-    ),
+    shipped=("waybarrios/vllm-mlx#444", "openvinotoolkit/openvino.genai#3722"),
 )
 NAMESPACE, OWNERS = "minillm.serve.schedule.blocks:cache_namespace", "repr((adapter, salt))"
 NO_SALT = Fault(
@@ -25,7 +21,7 @@ NO_SALT = Fault(
     ("minillm.serve.requests.request:cache_namespace",),
     place="prefix cache, the namespace",
     mechanism="a tenant's salt does not reach the key, so tenants share blocks",
-    threads=(f"{GITHUB}vllm-project/vllm/issues/44701",),
+    shipped=("vllm-project/vllm#44701",),
 )
 NO_ADAPTER = Fault(
     NAMESPACE,
@@ -33,7 +29,7 @@ NO_ADAPTER = Fault(
     ("minillm.serve.requests.request:cache_namespace",),
     place="prefix cache, the namespace",
     mechanism="the adapter does not reach the key, so a prompt goes on from keys that another adapter computed",
-    threads=(f"{GITHUB}vllm-project/vllm/issues/3264", f"{GITHUB}vllm-project/vllm/issues/30931"),
+    shipped=("vllm-project/vllm#3264", "vllm-project/vllm#30931"),
 )
 KEPT_APART = "cache_namespace(adapter and adapter.cache_key, salt)"
 PARAMS_IN_KEY = Fault(
@@ -42,17 +38,14 @@ PARAMS_IN_KEY = Fault(
     ("minillm.serve.requests.table:new_request",),
     place="prefix cache, the namespace",
     mechanism="what a request asks of the sampler is part of the key of its blocks",
-    threads=(f"{GITHUB}NVIDIA/TensorRT-LLM/issues/18156",),
+    shipped=("NVIDIA/TensorRT-LLM#18156",),
 )
 WHOLE_PROMPT = Fault(
     f"{SCHEDULER}._prefixes",
     {"(sequence.num_tokens - 1) // self.pool.block_size": "sequence.num_tokens // self.pool.block_size"},
     place="prefix cache, lookup",
     mechanism="a hit covers the whole prompt, so that there is no query left to compute",
-    threads=(
-        f"{GITHUB}GeeeekExplorer/nano-vllm/pull/199",
-        f"{GITHUB}GeeeekExplorer/nano-vllm/issues/144",
-    ),
+    shipped=("GeeeekExplorer/nano-vllm#199", "GeeeekExplorer/nano-vllm#144"),
 )
 
 # Blocks and what is read from them.
@@ -63,7 +56,7 @@ MASK_FROM_ZERO = Fault(
     {REACHABLE: "reachable(0, queries"},
     place="attention, the mask",
     mechanism="it counts queries from the first key, not from the place where they stand",
-    threads=(f"{GITHUB}meta-pytorch/gpt-fast/issues/233",),
+    shipped=("meta-pytorch/gpt-fast#233",),
 )
 RELEASED_TWICE = 'raise ValueError(f"block {block} is released twice: nobody holds it.")'
 FREED_WHILE_SHARED = Fault(
@@ -71,7 +64,7 @@ FREED_WHILE_SHARED = Fault(
     {RELEASED_TWICE: "continue", "self.references[block] -= 1": "self.references[block] = 0"},
     place="block pool, release",
     mechanism="a released block is free, even if other tables hold it",
-    threads=(f"{GITHUB}sgl-project/mini-sglang/pull/142",),
+    shipped=("sgl-project/mini-sglang#142",),
 )
 OWN_BLOCK = "elif 0 < computed % size < size - 1 and references[sequence.blocks[-1]] == 1:"
 LATE_COPY = Fault(
@@ -79,7 +72,7 @@ LATE_COPY = Fault(
     {OWN_BLOCK: "elif 0 < computed % size < size - 1:"},
     place="scheduler, decoding within a block",
     mechanism="a shared block is written without being copied first",
-    threads=(f"{GITHUB}xLLM-AI/xllm/pull/1984",),
+    shipped=("xLLM-AI/xllm#1984",),
 )
 MOVE, PASS = "    self._move_blocks(step.moves)\n", "    outputs = self._forward(step, before)\n"
 MOVED_AFTER = Fault(
@@ -87,7 +80,7 @@ MOVED_AFTER = Fault(
     {MOVE + PASS: PASS + MOVE},
     place="runner, the order of a step",
     mechanism="blocks move after the pass, which has written into them by then",
-    threads=(f"{GITHUB}vllm-project/vllm/issues/52360",),
+    shipped=("vllm-project/vllm#52360",),
 )
 
 # The plan of a step.
@@ -102,18 +95,14 @@ PROMPTS_FIRST = Fault(
     },
     place="scheduler, the plan of a step",
     mechanism="a step computes pieces of prompts or decodes, and never both",
-    threads=(
-        f"{GITHUB}GeeeekExplorer/nano-vllm/issues/73",
-        f"{GITHUB}sgl-project/sglang/issues/32549",
-        "https://arxiv.org/abs/2308.16369",
-    ),
+    shipped=("GeeeekExplorer/nano-vllm#73", "sgl-project/sglang#32549", "arxiv.org/abs/2308.16369"),
 )
 BACK_OF_THE_QUEUE = Fault(
     f"{SCHEDULER}._preempt",
     {"self._wait(sequence)": "self.enqueue(sequence)"},
     place="scheduler, preemption",
     mechanism="a preempted sequence queues up again as if it had just arrived",
-    threads=(f"{GITHUB}vllm-project/vllm/issues/41951",),
+    shipped=("vllm-project/vllm#41951",),
 )
 WANTED = "self.pool.blocks_for(sequence.wanted(self.piece, skipped))"
 RESERVED = Fault(
@@ -121,7 +110,7 @@ RESERVED = Fault(
     {WANTED: "self.pool.blocks_for(sequence.limit)"},
     place="scheduler, admission",
     mechanism="a sequence is given blocks for its whole answer before it has begun",
-    threads=("https://arxiv.org/abs/2309.06180",),
+    shipped=("arxiv.org/abs/2309.06180",),
 )
 BEGUN = "    plan, prompts, drafts = Plan(), [], 0\n"
 LIVELOCK = Fault(
@@ -138,7 +127,7 @@ LIVELOCK = Fault(
     },
     place="scheduler, admission",
     mechanism="a request that does not fit preempts a running one, earlier or later, and tries again",
-    threads=(f"{GITHUB}GeeeekExplorer/nano-vllm/issues/274", f"{GITHUB}GeeeekExplorer/nano-vllm/pull/277"),
+    shipped=("GeeeekExplorer/nano-vllm#274", "GeeeekExplorer/nano-vllm#277"),
 )
 GIVEN = "    size, computed = self.pool.block_size, sequence.num_computed\n"
 COUNTED_TOO_EARLY = Fault(
@@ -151,7 +140,7 @@ COUNTED_TOO_EARLY = Fault(
     },
     place="scheduler, admission",
     mechanism="what a returning sequence lacks is counted before it is known which of its blocks are still cached",
-    threads=(f"{GITHUB}GeeeekExplorer/nano-vllm/pull/211",),
+    shipped=("GeeeekExplorer/nano-vllm#211",),
 )
 SEATS = "self.num_seqs -= sequence.num_seqs"
 ONE_SEAT_BACK = Fault(
@@ -159,7 +148,7 @@ ONE_SEAT_BACK = Fault(
     {SEATS: "self.num_seqs -= 1"},
     place="scheduler, seats",
     mechanism="a request that is cancelled within its prompt gives back one of its n seats",
-    threads=(f"{GITHUB}raullenchai/Rapid-MLX/issues/1759",),
+    shipped=("raullenchai/Rapid-MLX#1759",),
 )
 
 # Drafts, and numbers.
@@ -171,7 +160,7 @@ LIKELIEST_DRAFT = Fault(
     tuple(f"minillm.serve.speculate.proposers.{name}:next_guesses" for name in ("draft_model", "medusa", "eagle")),
     place="drafts",
     mechanism="a draft takes its likeliest token and is verified as if it had been sampled from q",
-    threads=(f"{GITHUB}huggingface/transformers/issues/32867",),
+    shipped=("huggingface/transformers#32867",),
 )
 USED = "sample.draw.count += numbers"
 SAME_NUMBERS = Fault(
@@ -179,7 +168,7 @@ SAME_NUMBERS = Fault(
     {USED: "sample.draw.count += 0"},
     place="verification",
     mechanism="it forgets how many random numbers it used, and the next pass draws them again",
-    threads=(f"{GITHUB}feifeibear/LLMSpeculativeSampling",),
+    shipped=("github.com/feifeibear/LLMSpeculativeSampling",),
 )
 WITH_Q = "drafts.append(Draft(guesses, q))"
 AS_IF_CERTAIN = Fault(
@@ -187,7 +176,7 @@ AS_IF_CERTAIN = Fault(
     {WITH_Q: "drafts.append(Draft(guesses))"},
     place="drafts",
     mechanism="a sampled draft token is verified as if its probability had been 1, which is exact and accepts less",
-    threads=(f"{GITHUB}SafeAILab/EAGLE/issues/329",),
+    shipped=("SafeAILab/EAGLE#329",),
 )
 HOLDER = "if holder is not sequence or known > len(tokens):"
 STALE_ROW = Fault(
@@ -195,12 +184,12 @@ STALE_ROW = Fault(
     {HOLDER: "if known > len(tokens):"},
     place="sampler, tokens seen",
     mechanism="the row that a sequence gets still holds the tokens of the one before it",
-    threads=(f"{GITHUB}vllm-project/vllm/pull/5639",),
+    shipped=("vllm-project/vllm#5639",),
 )
 OTHER_GROUPS = Fault(
     "minillm.model.paged.gather:Gathered.prepare",
     {"room = (GROUP_BYTES if": "room = (0 if"},
     place="attention, groups",
     mechanism="sums in another order round otherwise, which is no defect",
-    threads=(f"{GITHUB}vllm-project/vllm/issues/9567", f"{GITHUB}vllm-project/vllm/issues/11658"),
+    shipped=("vllm-project/vllm#9567", "vllm-project/vllm#11658"),
 )

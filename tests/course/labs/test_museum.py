@@ -2,6 +2,7 @@
 afterwards."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -10,9 +11,13 @@ from course.lab22_bug_museum import judge
 from course.lab22_bug_museum.exhibit import LEAST_FIXES, LEAST_SUSPECTS
 from course.lab22_bug_museum.game import same_failure
 from course.lab22_bug_museum.museum import EXHIBITS
-from course.lab22_bug_museum.training_runs import Run, together
-from course.shared.faults.patches import code_hash, planted, sound
+from course.lab22_bug_museum.training_runs import Run, Scene, together
+from course.shared.faults import serving, training
+from course.shared.faults.patches import Fault, Patch, code_hash, planted, sound
+from minillm.comm import RankError
+from minillm.train.parallel_config import ParallelConfig
 
+TWO_SHARDS = Scene(ParallelConfig(dp=2, zero=1))
 MORE_SEEDS = range(1, 20)
 ON_TWO_RANKS = [n for n, its in EXHIBITS.items() if isinstance(its.run, Run) and its.run.scene.layout.world_size == 2]
 OTHERS = [name for name in EXHIBITS if name not in ON_TWO_RANKS]
@@ -74,6 +79,24 @@ def failure(exhibit, patches, record) -> CheckFailed | None:
     return None
 
 
+@pytest.mark.full
+def test_an_overflow_in_one_shard_is_no_exhibit_since_it_is_not_silent():
+    """Each rank decides alone whether to skip, by its own shard. A clipped gradient spreads the overflow to all shards,
+    so the ranks agree all the same; without clipping, the norm that all ranks know ends the run."""
+    clips, never_clips = (
+        Run(replace(TWO_SHARDS, settings=(("precision", "fp16"), ("max_grad_norm", norm)))) for norm in (1.0, None)
+    )
+    high_scale = Patch(
+        "minillm.train.precision:LossScaler.__init__", {"scale: float = 2.0**16": "scale: float = 2.0**21"}
+    )
+    faults = (training.OWN_OVERFLOW, high_scale)
+    one, other = clips(faults, 0).ranks
+    assert [step.applied for step in one.steps] == [step.applied for step in other.steps]
+    assert not all(step.applied for step in one.steps)
+    with pytest.raises(RankError, match=r"the gradient norm is (nan|inf)"):
+        never_clips.many([(faults, seed) for seed in range(6)])
+
+
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_enough_wrong_ways(name):
     exhibit = EXHIBITS[name]
@@ -82,10 +105,19 @@ def test_enough_wrong_ways(name):
     assert exhibit.par <= exhibit.budget
 
 
-@pytest.mark.parametrize("name", EXHIBITS)
-def test_patch_changes_the_code_and_is_taken_away(name):
-    for fault in EXHIBITS[name].faults:
-        before = code_hash(fault.target)
-        with planted([fault]):
-            assert code_hash(fault.target) != before
-        assert code_hash(fault.target) == before
+FAULTS = {name: its for part in (training, serving) for name, its in vars(part).items() if isinstance(its, Fault)}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_changes_the_code_and_is_taken_away(name):
+    fault = FAULTS[name]
+    before = code_hash(fault.target)
+    with planted([fault]):
+        assert code_hash(fault.target) != before
+    assert code_hash(fault.target) == before
+    assert fault.place and fault.mechanism and fault.threads
+
+
+def test_a_fault_stands_in_the_table_once_and_exhibits_have_no_other():
+    assert len({(fault.target, *fault.code.items()) for fault in FAULTS.values()}) == len(FAULTS)
+    assert all(fault in FAULTS.values() for its in EXHIBITS.values() for fault in its.faults)
