@@ -35,7 +35,7 @@ from minillm.train.strategies.single_device import SingleDevice
 
 Job = tuple[Sequence[Patch], int]  # what is planted, and the seed
 HANGS_AFTER_S = 20.0
-SMALL = ModelConfig(64, 16, 32, 4, 4, 2, head_dim=4, max_seq_len=32)
+SMALL = ModelConfig(64, 16, 32, 2, 4, 2, head_dim=4, max_seq_len=32)
 
 
 @dataclass(frozen=True)
