@@ -15,8 +15,8 @@ SHOWN = ("slow-with-clipping", "two-gpus-one-run", "utilisation")
 
 def hall(kind: str = "") -> Table:
     """The exhibits, of one kind or of both."""
-    rows = [(its.name, its.title, its.kind) for its in museum.EXHIBITS.values() if kind in ("", its.kind)]
-    return table(f"{len(rows)} exhibits", ("name", "title", "kind"), rows)
+    rows = [(f"{its.name}: {its.title}", its.kind) for its in museum.EXHIBITS.values() if kind in ("", its.kind)]
+    return table(f"{len(rows)} exhibits", ("exhibit", "kind"), rows)
 
 
 @titled("silent bugs and their traces", open_rows=6)

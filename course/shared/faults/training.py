@@ -56,7 +56,7 @@ MICROBATCHES_SUMMED = Fault(
     "minillm.parallel.pipeline_parallel.held_parts:HeldParts.run",
     {"return loss(nll)": "return loss(nll) * count", "loss_of)": "loss_of) / count"},
     place="pipeline, the loss of a microbatch",
-    mechanism="each microbatch divides by its own tokens, their gradients are summed, and only the log averages them",
+    mechanism="each microbatch divides by its own tokens, and only the log averages them",
     shipped=("pytorch/pytorch#144352", "pytorch/torchtitan#800", "pytorch/torchtitan#1733"),
 )
 HYBRID = "minillm.train.strategies.hybrid:Hybrid"
