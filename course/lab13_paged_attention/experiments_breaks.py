@@ -2,61 +2,25 @@
 
 import random
 from collections import Counter
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from unittest import mock
 
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.experiments import naive, target
+from course.shared.faults import planted
+from course.shared.faults import serving as faults
 from course.shared.measuring import one_thread
-from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence
-from minillm.serve.requests import request
-from minillm.serve.run import build
-from minillm.serve.schedule.blocks import cache_namespace
+from minillm.serve import LLM, SamplingParams
 
 SIZE, STEPS = 16, 80
 
 
-class FreesShared(BlockPool):
-    """A released block is free, even if other tables hold it (mini-sglang, pull request 142)."""
-
-    def release(self, blocks) -> None:
-        for block in reversed(blocks):
-            if self.references[block]:
-                self.references[block] = 1
-                super().release([block])
-
-
-def _one_byte(self, parent, tokens) -> None:
-    """Only the last byte of each token enters the key (vllm-mlx, pull request 444)."""
-    _whole_tokens(self, parent, tuple(token & 0xFF if isinstance(token, int) else token for token in tokens))
-
-
-def _whole_prompt(self, blocks: int, block_size: int) -> list[Prefix]:
-    """A hit may cover the whole prompt, its last token, too (nano-vllm, pull request 199)."""
-    all_but_one = (self.num_tokens - 1) // block_size
-    return _full_blocks(self, self.num_tokens // block_size if blocks == all_but_one else blocks, block_size)
-
-
-def _without_salt(adapter: str | None = None, salt: str | None = None) -> Prefix:
-    """Tenants share (of this kind: vLLM, issue 44701)."""
-    return cache_namespace(adapter)
-
-
-_whole_tokens, _full_blocks = Prefix.__init__, Sequence.prefixes
-
-
-def _bug(name: str) -> AbstractContextManager:
-    """Patches that make every engine built and run inside the block have the bug."""
-    return {
-        "none": nullcontext,
-        "frees shared blocks": lambda: mock.patch.object(build, "BlockPool", FreesShared),
-        "one byte per token": lambda: mock.patch.object(Prefix, "__init__", _one_byte),
-        "whole prompt from the cache": lambda: mock.patch.object(Sequence, "prefixes", _whole_prompt),
-        "no salt in the key": lambda: mock.patch.object(request, "cache_namespace", _without_salt),
-    }[name]()
-
-
+BUGS = {
+    "none": (),
+    "frees shared blocks": (faults.FREED_WHILE_SHARED,),
+    "one byte per token": (faults.ONE_BYTE,),
+    "whole prompt from the cache": (faults.WHOLE_PROMPT,),
+    "no salt in the key": (faults.NO_SALT,),
+}
 ENGINES = {
     "A": "one byte per token",
     "B": "no salt in the key",
@@ -98,8 +62,7 @@ def run(bug: str = "none") -> Findings:
         (beginning + some(8, 33), "blue", 12),
     ]
     third = [(some(150, 34), None, 4), (some(150, 35), None, 4)]
-    with ExitStack() as stack:
-        stack.enter_context(_bug(bug))
+    with planted(BUGS[bug]):
         llm = LLM(target(), block_size=SIZE, num_blocks=24, token_budget=1024, record_blocks=True)
         asked, outputs = {}, []
         for wave, steps in ((first, 1), (second, 4), (third, STEPS)):

@@ -13,7 +13,6 @@ from course.kit.receipts import Receipt, receipt, row
 from course.lab14_continuous_batching import experiments_breaks
 from course.lab14_continuous_batching.experiments import Flight, play, requests
 from course.shared.diagnose import expect, expect_list
-from minillm.serve import Scheduler
 from minillm.serve.run.recorder import StepRecord
 
 ANSWERS = answers_of("14_continuous_batching")
@@ -172,7 +171,7 @@ def _shows(fault: str, seed: int) -> bool:
     """Whether the same requests are scheduled otherwise without the fault."""
     if fault == experiments_breaks.HEALTHY:
         return True
-    flights = (experiments_breaks.case(fault, seed), experiments_breaks.case(fault, seed, make=Scheduler))
+    flights = (experiments_breaks.case(fault, seed), experiments_breaks.case(fault, seed, sound=True))
     mine, sound = ([(each.batch, each.admitted, each.preempted) for each in flight.records] for flight in flights)
     return mine != sound
 

@@ -14,7 +14,8 @@ from typing import Any
 from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.baselines import StaticBatches, TimerBatches
 from course.lab14_continuous_batching.experiments import Flight, Player, draft, play, requests, target, text
-from course.lab14_continuous_batching.experiments_breaks import PromptsFirst
+from course.shared.faults import planted
+from course.shared.faults.serving import PROMPTS_FIRST
 from course.shared.measuring import one_thread
 from course.shared.step_cost import H100_8B
 from minillm.bench.load import Arrival, VirtualClock, arrivals, replay, skewed, uniform
@@ -78,13 +79,17 @@ CHUNKS = (128, 256, 512, 1024, 2048, 4096, None)
 
 
 @cache
-def stall(chunk: int | None, make: type[Scheduler] = Scheduler) -> dict[str, float]:
-    """16 sequences decode when a prompt of 8,192 tokens comes: their worst gap, and its time to first token."""
+def stall(chunk: int | None, mixed: bool = True) -> dict[str, float]:
+    """16 sequences decode when a prompt of 8,192 tokens comes: their worst gap, and its time to first token.
+
+    mixed: False for a scheduler whose steps compute prompts or decode, and never both.
+    """
     each = requests([(HELD, 160)] * DECODING + [(LONG, 4)], vocab_size=1000)
     after = H100_8B.step([(0, HELD)]) * DECODING + 40 * H100_8B.step([(HELD, 1)] * DECODING)
     each[-1] = Arrival(after, each[-1].prompt, each[-1].params)
     options = {"token_budget": (chunk or LONG) + DECODING, "chunk": chunk, "max_num_seqs": 32}
-    flight = play(each, num_blocks=2000, make=make, **options)
+    with planted(() if mixed else (PROMPTS_FIRST,)):
+        flight = play(each, num_blocks=2000, **options)
     *others, long = flight.histories.values()
     gaps = [b - a for history in others for a, b in pairwise(history.tokens) if b > long.arrived]
     held = [HELD + sum(at < long.arrived for at in history.tokens) for history in others]
@@ -102,7 +107,7 @@ def stalls(chunks: Sequence[int | None]) -> list[dict[str, Any]]:
 
 def unmixed(chunk: int) -> dict[str, float]:
     """The same with phases that never mix: chunks do not help."""
-    return stall(chunk, PromptsFirst)
+    return stall(chunk, mixed=False)
 
 
 # Policies, and what becomes of the victims.

@@ -14,7 +14,6 @@ from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments_transformers import peer
 from course.shared.step_cost import FOUR_H100_70B, H100_8B
 from course.shared.table import Table, seconds, table
-from minillm.serve import Scheduler
 
 ANSWERS = answers_of("14_continuous_batching")
 
@@ -175,7 +174,7 @@ def faults(seed: int = 5) -> Table:
     for fault in experiments_breaks.FAULTS:
         found, sound = (
             experiments_breaks.case(fault, seed=seed),
-            experiments_breaks.case(fault, seed=seed, make=Scheduler),
+            experiments_breaks.case(fault, seed=seed, sound=True),
         )
         gaps = [seconds(flown.spread("worst_gap").most) for flown in (found, sound)]
         ended = sum(len(step.ended) for step in found.records)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from course.lab15_speculative_decoding import tiny_models
 from course.lab15_speculative_decoding.tiny_models import Tiny
+from course.shared.faults.verification import first_unverified, reseeded
 from minillm.serve.speculate import Draft, verify
-from minillm.serve.speculate.verify import acceptance, choose, residual, uniform
+from minillm.serve.speculate.verify import choose
 
 K, VOCAB, TOP_K, PROMPT = 2, 4, 3, (0, 1)
 
@@ -26,12 +27,6 @@ def cut(p: Tensor) -> Tensor:
 
 def _drawn(draft: Tiny, draw: Any) -> tuple[list[int], Tensor]:
     return tiny_models.drawn_draft(lambda tokens: cut(draft(tokens)), choose, PROMPT, K, draw)
-
-
-def sound(target: Callable[[list[int]], Tensor], draft: Tiny, draw: Any) -> list[int]:
-    """As it should be. target: drafted -> [K + 1, vocab], after top-k."""
-    drafted, q = _drawn(draft, draw)
-    return verify(target(drafted), Draft(drafted, q), draw)
 
 
 def likeliest_as_drawn(target: Callable, draft: Tiny, draw: Any) -> list[int]:
@@ -50,22 +45,14 @@ def before_top_k(target: Callable, draft: Tiny, draw: Any) -> list[int]:
     return verify(target(drafted), Draft(drafted, q), draw)
 
 
-def first_unverified(target: Callable, draft: Tiny, draw: Any) -> list[int]:
-    """Verification begins with the second draft token (lattice#243)."""
-    drafted, q = _drawn(draft, draw)
-    return [drafted[0], *verify(target(drafted)[1:], Draft(drafted[1:], q[1:]), draw)]
+def checked_by(check: Callable) -> Callable:
+    """Draft tokens as they should be, verified in another way."""
 
+    def program(target: Callable, draft: Tiny, draw: Any) -> list[int]:
+        drafted, q = _drawn(draft, draw)
+        return check(target(drafted), Draft(drafted, q), draw)
 
-def reseeded(target: Callable, draft: Tiny, draw: Any) -> list[int]:
-    """The accept loop seeds its generator anew for each draft token, so all get the same number
-    (LLMSpeculativeSampling)."""
-    drafted, q = _drawn(draft, draw)
-    rows = target(drafted)
-    for place, token in enumerate(drafted):
-        draw.manual_seed(0)
-        if not uniform(draw) < acceptance(rows[place], q[place], token):
-            return [*drafted[:place], choose(residual(rows[place], q[place], token), draw)]
-    return [*drafted, choose(rows[-1], draw)]
+    return program
 
 
 def as_if_certain(target: Callable, draft: Tiny, draw: Any) -> list[int]:
@@ -75,11 +62,11 @@ def as_if_certain(target: Callable, draft: Tiny, draw: Any) -> list[int]:
 
 
 PROGRAMS = {
-    "A": first_unverified,
+    "A": checked_by(first_unverified),
     "B": as_if_certain,
     "C": before_top_k,
-    "D": sound,
-    "E": reseeded,
+    "D": checked_by(verify),
+    "E": checked_by(reseeded),
     "F": likeliest_as_drawn,
 }
 

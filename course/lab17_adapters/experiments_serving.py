@@ -7,17 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from unittest import mock
 
 from course.lab17_adapters.experiments import target
+from course.shared.faults import planted
+from course.shared.faults import serving as faults
 from course.shared.measuring import one_thread
 from minillm.adapters import LoraConfig, attach, detach, merge
 from minillm.adapters.peft_folder import load_peft, save_peft
 from minillm.model import Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.requests import request
-from minillm.serve.schedule.blocks import cache_namespace
 
 RANKS = {"red": 4, "green": 8, "blue": 16}
 BLOCK, ANSWER = 16, 10
@@ -71,9 +70,8 @@ def served(forgets: bool = False) -> tuple[tuple[Answered, ...], int, int]:
     is missing in the keys of the prefix cache. -> (requests, bytes of the adapters, adapters in the largest step)."""
     asked = prompts()
     half = len(asked) // 2
-    patch = mock.patch.object(request, "cache_namespace", lambda adapter=None, salt=None: cache_namespace(None, salt))
     with folders() as found:
-        with patch if forgets else mock.patch.object(request, "cache_namespace", cache_namespace):
+        with planted((faults.NO_ADAPTER,) if forgets else ()):
             llm = LLM(target(), block_size=BLOCK, num_blocks=64, adapters=found)
             params, outputs = SamplingParams(ANSWER, ignore_eos=True), []
             for part in (asked[:half], asked[half:]):

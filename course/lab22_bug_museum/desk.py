@@ -40,12 +40,19 @@ class _Desk:
         self.controls.children = [
             self._row("Order", [self._button(text, self.case.order, name) for text, name in measurements]),
             self._row("Accuse", [self._button(letter, self.case.accuse, letter) for letter in self.case.suspects]),
-            self._row("Close", [self._button("Code", self.case.code), self._button("Debrief", self.case.debrief)]),
+            self._row(
+                "Close",
+                [
+                    self._button("Code", self.case.code),
+                    self._button("Debrief", self.case.debrief),
+                    self._button("Give up", self.case.debrief, True),
+                ],
+            ),
         ]
         self.output.clear_output()
         self._show(self.case)
 
-    def _button(self, text: str, act: Any, *arguments: str) -> Any:
+    def _button(self, text: str, act: Any, *arguments: Any) -> Any:
         button = self.widgets.Button(description=text, layout=self.widgets.Layout(width="auto"))
 
         def pressed(_button: Any) -> None:

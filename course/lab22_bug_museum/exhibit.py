@@ -1,11 +1,11 @@
 """An exhibit: a bug that shipped somewhere, planted in minillm, and all that a player can do about it.
 
-    faults        what is planted: one patch, or two that hide each other
+    faults        what is planted: one of course/shared/faults, or two that hide each other
     run           (patches, seed) -> a record of one run with them: losses, ledgers, gradients, engine steps
     looks         what is plausible about the record although the fault is in it: rows that all hold
     trace         what gives the fault away: rows of which one is off with the fault, and none without it
     measurements  what a player may order, each for some minutes
-    suspects      places and mechanisms to name; those that are wrong say why
+    innocents     places and mechanisms that are plausible and wrong, each with the reason; the culprits are the faults'
     wrong_fixes   repairs that people really try, each with the sentence that it draws
     investigation the measurements that an experienced engineer orders, and what each one decides
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from course.kit.receipts import Row
-from course.lab22_bug_museum.patches import Edits, Patch
+from course.shared.faults.patches import Edits, Fault, Patch
 
 Patches = Sequence[Patch]
 Rows = Callable[[Any], list[Row]]
@@ -73,31 +73,30 @@ class Clue:
 
 @dataclass(frozen=True)
 class Exhibit:
-    """See the module. threads: where it shipped, as links. symptom: what was reported, without a diagnosis.
+    """See the module. symptom: what was reported, without a diagnosis.
 
     misleading: the measurement that costs time and decides nothing here, and why. lesson: what to take away.
     proof: (patches) -> rows of the oracle, or of the naive loop, which a repair has to pass besides the trace.
-    innocent: nothing is wrong, and the right repair leaves the code as it is.
+    verdict: where nothing is wrong and the right repair leaves the code as it is, why that is so.
     budget: minutes that a player may spend.
     """
 
     name: str
     title: str
     kind: Literal["training", "serving"]
-    threads: tuple[str, ...]
     symptom: str
-    faults: tuple[Patch, ...]
+    faults: tuple[Fault, ...]
     run: Callable[[Patches, int], Any]
     looks: Rows
     trace: Rows
     measurements: tuple[Measurement, ...]
-    suspects: tuple[Suspect, ...]
+    innocents: tuple[Suspect, ...]
     wrong_fixes: tuple[WrongFix, ...]
     investigation: tuple[Clue, ...]
     misleading: Clue
     lesson: str
     proof: Callable[[Patches], list[Row]] | None = None
-    innocent: bool = False
+    verdict: str = ""
     budget: int = 60
 
     def __post_init__(self):
@@ -107,25 +106,38 @@ class Exhibit:
         for clue in (*self.investigation, self.misleading):
             if clue.measurement not in names:
                 raise ValueError(f"exhibit {self.name} has no measurement {clue.measurement}: {', '.join(names)}")
-        if not any(suspect.is_culprit for suspect in self.suspects):
-            raise ValueError(f"exhibit {self.name} has no culprit among its suspects: leave one without an excuse")
         for fix in self.wrong_fixes:
             if len(fix.code) != len(self.faults):
                 raise ValueError(f"'{fix.label}' of {self.name} repairs {len(fix.code)} of {len(self.faults)} faults")
 
     @property
+    def innocent(self) -> bool:
+        return bool(self.verdict)
+
+    @property
     def culprits(self) -> list[Suspect]:
-        return [suspect for suspect in self.suspects if suspect.is_culprit]
+        if self.innocent:
+            return [Suspect("nothing", self.verdict)]
+        return [Suspect(fault.place, fault.mechanism) for fault in self.faults]
+
+    @property
+    def suspects(self) -> list[Suspect]:
+        return [*self.culprits, *self.innocents]
+
+    @property
+    def threads(self) -> list[str]:
+        """Where it shipped, as links."""
+        return list(dict.fromkeys(thread for fault in self.faults for thread in fault.threads))
 
     @property
     def par(self) -> int:
         """Minutes of the model investigation."""
         return sum(self.measurement(clue.measurement).minutes for clue in self.investigation)
 
-    def runs(self, patches: Patches, seeds: Sequence[int]) -> list[Any]:
-        """A record for each seed, faster than one after the other where `run` can do many at once."""
+    def runs(self, jobs: Sequence[tuple[Patches, int]]) -> list[Any]:
+        """A record for each (patches, seed), faster than one after the other where `run` can do many at once."""
         many = getattr(self.run, "many", None)
-        return many(patches, seeds) if many else [self.run(patches, seed) for seed in seeds]
+        return many(jobs) if many else [self.run(*job) for job in jobs]
 
     def measurement(self, name: str) -> Measurement:
         """ValueError for a measurement that cannot be ordered here."""

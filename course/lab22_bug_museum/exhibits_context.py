@@ -2,31 +2,25 @@
 
 from course.lab22_bug_museum import training_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
-from course.lab22_bug_museum.patches import Patch
 from course.lab22_bug_museum.training_runs import Run, Scene, oracle
+from course.shared.faults import training as faults
 from minillm.train.parallel_config import ParallelConfig
-
-HYBRID = "minillm.train.strategies.hybrid:Hybrid."
 
 CONTEXT_NOT_REDUCED = Exhibit(
     name="second-replica",
     title="A second replica helps more than it should",
     kind="training",
-    threads=("https://github.com/ByteDance-Seed/VeOmni/issues/1115",),
     symptom=(
         "Context parallelism over two ranks, so that a document fits; there is no data parallelism yet. The loss is "
         "right in the first step and falls. As soon as a second replica is added, the same settings train noticeably "
         "better."
     ),
-    faults=(Patch(HYBRID + "wrap", {"self.averaged_over > 1": "self.layout.dp > 1"}),),
+    faults=(faults.CONTEXT_NOT_REDUCED,),
     run=Run(Scene(ParallelConfig(cp=2))),
     looks=lambda record: [seen.falls(record), seen.starts_right(record)],
     trace=lambda record: [seen.gradients_are_right(record), seen.replicas_agree(record), seen.norm_is_right(record)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect(
-            "strategy, wrapping", "the model is wrapped for a reduction only if there are several data-parallel ranks"
-        ),
+    innocents=(
         Suspect(
             "ring attention",
             "the backward of the ring uses a stale block of keys",
@@ -93,33 +87,21 @@ CONTEXT_NOT_REDUCED = Exhibit(
     proof=oracle([ParallelConfig(cp=2), ParallelConfig(dp=2, pp=2, accumulate=2)]),
 )
 
-DIVIDED, TAKEN = "loss = nll / loss_divisor", "nll, _ = module"
 MEAN_OF_MEANS = Exhibit(
     name="thirteen-tokens",
     title="Sixteen tokens agree, thirteen do not",
     kind="training",
-    threads=(
-        "https://github.com/NVIDIA/Megatron-LM/issues/673",
-        "https://github.com/NVIDIA/Megatron-LM/issues/906",
-        "https://github.com/pytorch/torchtitan/issues/3280",
-    ),
     symptom=(
         "Sequences of 13 tokens over two context-parallel ranks, padded to 16. The logged loss is right in the first "
         "step. With 16 tokens the layout agrees with one process in every digit; with 13 it is a little worse, for "
         "which padding is blamed."
     ),
-    faults=(
-        Patch(
-            "minillm.train.strategies.single_device:SingleDevice.forward_backward",
-            {TAKEN: "nll, own = module", DIVIDED: "loss = nll / own"},
-        ),
-    ),
+    faults=(faults.MEAN_OF_MEANS,),
     run=Run(Scene(ParallelConfig(cp=2), seq_len=13)),
     looks=lambda record: [seen.falls(record), seen.starts_right(record), seen.replicas_agree(record)],
     trace=lambda record: [seen.gradients_are_right(record), seen.norm_is_right(record)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect("loss", "each rank divides by its own tokens, and the ranks have unequally many"),
+    innocents=(
         Suspect(
             "padding",
             "padded positions count in the loss",
@@ -146,13 +128,13 @@ MEAN_OF_MEANS = Exhibit(
             "own tokens, then the ranks",
             "The ranks' gradients are averaged afterwards, which divides by the number of ranks already; and its own "
             "tokens remain the wrong divisor.",
-            ({TAKEN: "nll, own = module", DIVIDED: "loss = nll / own / self.averaged_over"},),
+            ({faults.TAKEN: "nll, own = module", faults.DIVIDED: "loss = nll / own / self.averaged_over"},),
         ),
         WrongFix(
             "all tokens, averaged once more",
             "The divisor is the tokens of all ranks now, and the average over ranks divides once more: the gradient "
             "is too small by the number of ranks.",
-            ({TAKEN: "nll, own = module", DIVIDED: "loss = nll / self.sum(own)"},),
+            ({faults.TAKEN: "nll, own = module", faults.DIVIDED: "loss = nll / self.sum(own)"},),
         ),
     ),
     investigation=(
@@ -179,28 +161,21 @@ MEAN_OF_MEANS = Exhibit(
     proof=oracle([ParallelConfig(cp=2), ParallelConfig(dp=2)], case="unequal"),
 )
 
-RING = "minillm.parallel.context_parallel.ring:_Ring.backward"
-BLOCK = "attention.backward(q, *block, lse"
 STALE_BLOCK = Exhibit(
     name="long-documents",
     title="Long documents that nobody can reproduce",
     kind="training",
-    threads=("https://github.com/huggingface/diffusers/issues/14265",),
     symptom=(
         "Ring attention over two ranks. Its output agrees with full attention to the last bit that float32 has, and a "
         "test says so. The loss falls. Fine-tuning a model on long documents gives results that nobody can reproduce "
         "with full attention."
     ),
-    faults=(Patch(RING, {BLOCK: "attention.backward(q, k, v, lse"}),),
+    faults=(faults.STALE_BLOCK,),
     run=Run(Scene(ParallelConfig(cp=2))),
     looks=lambda record: [seen.falls(record), seen.starts_right(record), seen.replicas_agree(record)],
     trace=lambda record: [seen.gradients_are_right(record)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect(
-            "ring attention, backward",
-            "every step uses this rank's own keys and values in place of the block that has arrived",
-        ),
+    innocents=(
         Suspect(
             "ring attention, softmax",
             "partial outputs are merged with the wrong log-sum-exps",
@@ -235,7 +210,7 @@ STALE_BLOCK = Exhibit(
             "and the others never.",
             (
                 {
-                    BLOCK: "attention.backward(q, k, v, lse",
+                    faults.ARRIVED: "attention.backward(q, k, v, lse",
                     "ctx.segments, source)": "ctx.segments, rank)",
                 },
             ),
@@ -243,7 +218,7 @@ STALE_BLOCK = Exhibit(
         WrongFix(
             "keys alone",
             "The keys are the block's now. The values are still this rank's own.",
-            ({BLOCK: "attention.backward(q, block[0], v, lse"},),
+            ({faults.ARRIVED: "attention.backward(q, block[0], v, lse"},),
         ),
     ),
     investigation=(

@@ -3,17 +3,10 @@
 from course.kit.receipts import Row, row
 from course.lab22_bug_museum import training_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
-from course.lab22_bug_museum.patches import Patch
 from course.lab22_bug_museum.training_runs import Record, Run, Scene, oracle
+from course.shared.faults import training as faults
 from minillm.train.parallel_config import ParallelConfig
 
-REDUCE = "minillm.parallel.data_parallel.ddp:_Replicated._reduce"
-AVERAGE = 'return self.group.all_reduce(flat, "avg", async_op=True)'
-OF_PARAMETERS = """def average() -> None:
-            for parameter in bucket.parameters:
-                self.group.all_reduce(parameter.data, "avg")
-
-        return self.group.run("all_reduce", flat, average, async_op=True, how="avg")"""
 AFTER = """def average() -> None:
             self.group.all_reduce(flat, "avg")
             for parameter in bucket.parameters:
@@ -25,19 +18,17 @@ PARAMETERS_AVERAGED = Exhibit(
     name="a-little-worse",
     title="A little worse than one process",
     kind="training",
-    threads=("https://github.com/huggingface/picotron/issues/39",),
     symptom=(
         "Somebody's first data parallelism: two replicas, a hook in backward, one all-reduce of as many bytes as the "
         "model has. The loss falls on both ranks. With Adam the final loss is a little worse than that of one process "
         "with the same windows, which everybody takes for noise."
     ),
-    faults=(Patch(REDUCE, {AVERAGE: OF_PARAMETERS}),),
+    faults=(faults.PARAMETERS_AVERAGED,),
     run=Run(Scene(ParallelConfig(dp=2))),
     looks=lambda record: [seen.falls(record), seen.starts_right(record), _same_bytes(record)],
     trace=lambda record: [seen.gradients_are_right(record), seen.norm_is_right(record), seen.replicas_agree(record)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect("data parallelism, the bucket", "the parameters are averaged in place of their gradients"),
+    innocents=(
         Suspect(
             "data parallelism, start",
             "the replicas are initialised with different seeds and never made equal",
@@ -66,18 +57,18 @@ PARAMETERS_AVERAGED = Exhibit(
             "both",
             "Averaging gradients is right, and the parameters must not be touched at all: their sum doubles every "
             "weight in each step.",
-            ({AVERAGE: AFTER},),
+            ({faults.AVERAGE: AFTER},),
         ),
         WrongFix(
             "summed",
             "These are the gradients, but their sum. The loss of each rank is divided as for an average, so the "
             "gradient is now too large by the number of replicas.",
-            ({AVERAGE: 'return self.group.all_reduce(flat, "sum", async_op=True)'},),
+            ({faults.AVERAGE: 'return self.group.all_reduce(flat, "sum", async_op=True)'},),
         ),
         WrongFix(
             "one rank's",
             "A broadcast makes the replicas equal, with the gradient of rank 0: half of the batch is thrown away.",
-            ({AVERAGE: "return self.group.broadcast(flat, async_op=True)"},),
+            ({faults.AVERAGE: "return self.group.broadcast(flat, async_op=True)"},),
         ),
     ),
     investigation=(
@@ -104,11 +95,6 @@ PARAMETERS_AVERAGED = Exhibit(
     proof=oracle([ParallelConfig(dp=2), ParallelConfig(dp=3)]),
 )
 
-INDICES = "minillm.data.sampler:ShardedSampler.indices"
-ACCUMULATING = "minillm.train.strategies.hybrid:Hybrid.accumulating"
-SAME_WINDOWS = Patch(INDICES, {"position + self.rank + self": "position + self"})
-NEVER_SYNCHRONISED = Patch(ACCUMULATING, {"if last or (": "if not last or ("})
-
 
 def _same_bytes(record: Record) -> Row:
     """As many bytes as an all-reduce of all gradients, at least."""
@@ -127,16 +113,15 @@ TWO_REPLICAS_ONE_RUN = Exhibit(
     name="two-gpus-one-run",
     title="Two GPUs, and the curve of one",
     kind="training",
-    threads=(
-        "https://github.com/Parskatt/RoMa/issues/32",
-        "https://github.com/openspeech-team/openspeech/issues/149",
-    ),
     symptom=(
         "Two replicas, the loss falls, and the replica check that runs every hundred steps has never said a word. "
         "Tokens per second have doubled. Yet per step the loss falls no faster than it did with one GPU and half the "
         "batch. This exhibit has two culprits that hide each other: name both, and repair both."
     ),
-    faults=(SAME_WINDOWS, NEVER_SYNCHRONISED),
+    faults=(
+        faults.SAME_WINDOWS,
+        faults.NEVER_SYNCHRONISED,
+    ),
     run=Run(Scene(ParallelConfig(dp=2))),
     looks=lambda record: [seen.falls(record), seen.replicas_agree(record)],
     trace=lambda record: [
@@ -147,9 +132,7 @@ TWO_REPLICAS_ONE_RUN = Exhibit(
         row("loss of the last step", record.alone.steps[-1].loss, record.steps[-1].loss, "nats", 1e-4),
     ],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect("data, sampler", "every rank reads the same windows"),
-        Suspect("data parallelism, `no_sync`", "the last microbatch does not synchronise either"),
+    innocents=(
         Suspect(
             "data parallelism, the bucket",
             "gradients are summed and not averaged",
@@ -220,25 +203,17 @@ EXPERTS_DOUBLED = Exhibit(
     name="eager-experts",
     title="Experts that want half the learning rate",
     kind="training",
-    threads=(
-        "https://github.com/pytorch/pytorch/issues/160285",
-        "https://github.com/deepspeedai/DeepSpeed/issues/5259",
-    ),
     symptom=(
         "A mixture of experts is moved to expert parallelism over two ranks. Loss and throughput are what was hoped "
         "for. Weeks later an ablation finds that experts want half the learning rate of everything else, and a paper "
         "is begun."
     ),
-    faults=(Patch(REDUCE, {"flat.div_(self.group.world_size)": "flat.div_(own.world_size)"}),),
+    faults=(faults.EXPERTS_DOUBLED,),
     run=Run(Scene(ParallelConfig(dp=2, ep=2), model=seen.EXPERTS)),
     looks=lambda record: [seen.falls(record), seen.starts_right(record), seen.replicas_agree(record)],
     trace=lambda record: [seen.gradients_are_right(record)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect(
-            "data parallelism, experts",
-            "their gradient is divided by the ranks that hold the expert, not by those whose tokens it saw",
-        ),
+    innocents=(
         Suspect(
             "router",
             "the router sends most tokens to few experts",

@@ -5,37 +5,27 @@ from collections.abc import Sequence
 from course.kit.receipts import row
 from course.lab22_bug_museum import training_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Measurement, Suspect, WrongFix
-from course.lab22_bug_museum.patches import Patch
-from course.lab22_bug_museum.training_runs import Record, Run, Scene, oracle
+from course.lab22_bug_museum.training_runs import Job, Record, Run, Scene, oracle, together
+from course.shared.faults import training as faults
+from course.shared.faults.patches import Patch
 from minillm.train.parallel_config import ParallelConfig
-
-RUN = "minillm.parallel.pipeline_parallel.held_parts:HeldParts.run"
-MICROBATCHES = Patch(RUN, {"return loss(nll)": "return loss(nll) * count", "loss_of)": "loss_of) / count"})
 
 PIPELINE_FACTOR = Exhibit(
     name="slow-with-clipping",
     title="A pipeline that learns slowly once it clips",
     kind="training",
-    threads=(
-        "https://github.com/pytorch/pytorch/issues/144352",
-        "https://github.com/pytorch/torchtitan/issues/800",
-    ),
     symptom=(
         "A model that trained well on one GPU is moved to a pipeline of two stages with four microbatches. The first "
         "loss is the same to six digits, the curve falls as before and AdamW's learning rate needed no change. A "
         "month later somebody raises the number of microbatches to hide the bubble, and a run with gradient clipping "
         "no longer learns as fast as it did."
     ),
-    faults=(MICROBATCHES,),
+    faults=(faults.MICROBATCHES_SUMMED,),
     run=Run(Scene(ParallelConfig(pp=2, accumulate=4))),
     looks=lambda record: [seen.falls(record), seen.starts_right(record), seen.replicas_agree(record)],
     trace=lambda record: [seen.gradients_are_right(record), seen.norm_is_right(record), seen.starts_right(record)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect(
-            "pipeline, the loss of a microbatch",
-            "each microbatch divides by its own tokens, their gradients are summed, and only the log averages them",
-        ),
+    innocents=(
         Suspect(
             "pipeline, messages",
             "a gradient that travels back arrives at the wrong microbatch",
@@ -108,25 +98,21 @@ PIPELINE_FACTOR = Exhibit(
     proof=oracle([ParallelConfig(pp=2, accumulate=3)]),
 )
 
-FINISH = "minillm.train.strategies.hybrid:Hybrid.finish_backward"
-ADDED = "self.model.pipeline.finish()"
 TIED_DRIFT = Exhibit(
     name="too-good-a-curve",
     title="A curve that is better than it should be",
     kind="training",
-    threads=("https://github.com/NVIDIA/Megatron-LM/issues/299",),
     symptom=(
         "A small model shares its embedding with its head. Cut into two stages, the loss falls even faster than it "
         "did on one process, and the difference grows. When the checkpoint is exported, which keeps one embedding, "
         "the model is worse than the last loss of the log."
     ),
-    faults=(Patch(FINISH, {ADDED: "pass"}),),
+    faults=(faults.TIED_NOT_SUMMED,),
     run=Run(Scene(ParallelConfig(pp=2, accumulate=2), model=seen.TIED)),
     looks=lambda record: [seen.falls(record), seen.starts_right(record)],
     trace=lambda record: [seen.gradients_are_right(record), seen.replicas_agree(record), seen.norm_is_right(record)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect("pipeline, shared parameters", "the two stages' gradients of the embedding are never added up"),
+    innocents=(
         Suspect(
             "pipeline, loss",
             "the gradient is too large by the number of microbatches",
@@ -155,7 +141,8 @@ TIED_DRIFT = Exhibit(
             "add up in one `.grad`.",
             (
                 {
-                    ADDED: f"{ADDED}\n        for name in self._shared & self.parts().keys():\n"
+                    faults.TIED_SUMMED: f"{faults.TIED_SUMMED}\n"
+                    "        for name in self._shared & self.parts().keys():\n"
                     "            self.parts()[name].grad.div_(2)"
                 },
             ),
@@ -166,8 +153,9 @@ TIED_DRIFT = Exhibit(
             "two.",
             (
                 {
-                    ADDED: "for name in self._shared & self.parts().keys() if self.groups.pp.rank else ():\n"
-                    f"            self.parts()[name].grad.zero_()\n        {ADDED}"
+                    faults.TIED_SUMMED: "dropped = self._shared & self.parts().keys() if self.groups.pp.rank else ()\n"
+                    "        for name in dropped:\n"
+                    f"            self.parts()[name].grad.zero_()\n        {faults.TIED_SUMMED}"
                 },
             ),
         ),
@@ -196,12 +184,6 @@ TIED_DRIFT = Exhibit(
     budget=45,
 )
 
-REDUCE = "minillm.parallel.data_parallel.ddp:_Replicated._reduce"
-AVERAGE = 'return self.group.all_reduce(flat, "avg", async_op=True)'
-DIVIDED_TWICE = Patch(
-    REDUCE, {AVERAGE: 'return self.group.all_reduce(flat.div_(self.group.world_size), "avg", async_op=True)'}
-)
-
 
 class _Both:
     """With as many microbatches as replicas, and with twice as many."""
@@ -209,10 +191,11 @@ class _Both:
     runs = tuple(Run(Scene(ParallelConfig(dp=2, pp=2, accumulate=n), steps=4)) for n in (2, 4))
 
     def __call__(self, patches: Sequence[Patch], seed: int) -> tuple[Record, ...]:
-        return self.many(patches, [seed])[0]
+        return self.many([(patches, seed)])[0]
 
-    def many(self, patches: Sequence[Patch], seeds: Sequence[int]) -> list[tuple[Record, ...]]:
-        return list(zip(*(run.many(patches, seeds) for run in self.runs), strict=True))
+    def many(self, jobs: Sequence[Job]) -> list[tuple[Record, ...]]:
+        found = together([(run, *job) for run in self.runs for job in jobs])
+        return list(zip(found[: len(jobs)], found[len(jobs) :], strict=True))
 
 
 def _of(which: int, measurement: Measurement, when: str) -> Measurement:
@@ -225,13 +208,15 @@ FACTORS_CANCEL = Exhibit(
     name="right-with-two",
     title="Right with two microbatches",
     kind="training",
-    threads=("https://github.com/pytorch/torchtitan/issues/1733", "https://github.com/apache/singa/pull/65"),
     symptom=(
         "Two replicas of a pipeline of two stages. With two microbatches the layout passes the oracle, gradient by "
         "gradient. With four, which hide more of the bubble, every gradient is twice too large, so somebody suspects "
         "the schedule. This exhibit has two culprits that hide each other: name both, and repair both."
     ),
-    faults=(MICROBATCHES, DIVIDED_TWICE),
+    faults=(
+        faults.MICROBATCHES_SUMMED,
+        faults.DIVIDED_TWICE,
+    ),
     run=_Both(),
     looks=lambda records: [
         seen.falls(records[0]),
@@ -250,14 +235,7 @@ FACTORS_CANCEL = Exhibit(
         for measurement in (seen.LOSSES, seen.NORMS, seen.RATIOS, seen.TRAFFIC, seen.REPLICAS)
         for which, when in ((0, "two"), (1, "four"))
     ),
-    suspects=(
-        Suspect(
-            "pipeline, the loss of a microbatch",
-            "each microbatch divides by its own tokens, and the sum is not averaged",
-        ),
-        Suspect(
-            "data parallelism, the bucket", "gradients are divided by the replicas before an average that divides again"
-        ),
+    innocents=(
         Suspect(
             "schedule",
             "with four microbatches some backward runs twice",

@@ -1,45 +1,13 @@
-"""Exhibits of the prefix cache: keys that say too little, a key that says too much, and what it hid."""
+"""Exhibits of the prefix cache: keys that say too little, and a prompt that was there already."""
 
 import random
-from dataclasses import replace
 
-from course.kit.receipts import Row, row
+from course.kit.receipts import row
 from course.lab22_bug_museum import serving_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
-from course.lab22_bug_museum.patches import Patch
-from course.lab22_bug_museum.serving_runs import Asked, Served, Traffic, runs, tokens
+from course.lab22_bug_museum.serving_runs import Asked, Traffic, runs, tokens
+from course.shared.faults import serving as faults
 from minillm.serve import SamplingParams
-
-ONE_BYTE = Patch(
-    "minillm.serve.schedule.sequence:Sequence.prefixes",
-    {
-        "tuple(self.tokens[start : start + block_size])": (
-            "tuple(token & 0xFF for token in self.tokens[start : start + block_size])"
-        )
-    },
-)
-NO_SALT = Patch(
-    "minillm.serve.schedule.blocks:cache_namespace",
-    {"repr((adapter, salt))": "repr((adapter,))"},
-    also=("minillm.serve.requests.request:cache_namespace",),
-)
-PARAMS_IN_KEY = Patch(
-    "minillm.serve.requests.request:new_request",
-    {
-        "cache_namespace(adapter and adapter.cache_key, salt)": (
-            "cache_namespace(adapter and adapter.cache_key, repr((salt, params)))"
-        )
-    },
-    also=("minillm.serve.requests.table:new_request",),
-)
-MASK_FROM_ZERO = Patch(
-    "minillm.model.paged.gather:Gathered.prepare", {"reachable(keys - queries, queries": "reachable(0, queries"}
-)
-
-
-def _hit(served: Served, number: int, expected: int, name: str) -> Row:
-    return row(name, expected, served.hit[number])
-
 
 # Tokens cut to a byte.
 
@@ -58,27 +26,22 @@ ONE_BYTE_HASH = Exhibit(
     name="nobody-asked",
     title="The answer to a question that nobody asked",
     kind="serving",
-    threads=(
-        "https://github.com/waybarrios/vllm-mlx/pull/444",
-        "https://github.com/openvinotoolkit/openvino.genai/issues/3722",
-    ),
     symptom=(
         "Since the prefix cache is on, one customer in a few hundred complains that the model answers a question that "
         "nobody asked. Sent again to a server that has just started, the same prompt is answered well. There is no "
         "error, the hit rate is better than was hoped, and memory is as it should be."
     ),
-    faults=(ONE_BYTE,),
+    faults=(faults.ONE_BYTE,),
     run=runs(_two_templates),
     looks=seen.plausible,
     trace=lambda served: [
-        _hit(served, 1, 24, "tokens hit by the prompt with the cached template"),
-        _hit(served, 2, 0, "tokens hit by the prompt with the other template"),
-        _hit(served, 3, 0, "tokens hit by the template in another order"),
+        seen.hit(served, 1, 24, "tokens hit by the prompt with the cached template"),
+        seen.hit(served, 2, 0, "tokens hit by the prompt with the other template"),
+        seen.hit(served, 3, 0, "tokens hit by the template in another order"),
         seen.same_tokens(served),
     ],
     measurements=(seen.ANSWERS, seen.HITS, seen.NO_CACHE, seen.ALONE, seen.POOL, seen.HOLDERS, seen.THROUGHPUT),
-    suspects=(
-        Suspect("prefix cache, the key of a block", "the key keeps only a part of each token, so other tokens match"),
+    innocents=(
         Suspect(
             "block pool, release",
             "a block is given back while another sequence still reads it",
@@ -169,24 +132,22 @@ TENANTS = Exhibit(
     name="secret-is-out",
     title="Every token is right, and a secret is out",
     kind="serving",
-    threads=("https://github.com/vllm-project/vllm/issues/44701", "https://github.com/vllm-project/vllm/issues/30931"),
     symptom=(
         "A security review sends guesses of another tenant's system prompt to the shared server and times the first "
         "token. It claims that it can tell which guess is right. The serving team replies that all answers are the "
         "reference's, token by token, and closes the ticket."
     ),
-    faults=(NO_SALT,),
+    faults=(faults.NO_SALT,),
     run=runs(_two_tenants),
     looks=lambda served: [*seen.plausible(served), seen.same_tokens(served)],
     trace=lambda served: [
-        _hit(served, 1, 24, "tokens hit by the tenant who sent the prompt before"),
-        _hit(served, 2, 0, "tokens hit by another tenant"),
-        _hit(served, 3, 0, "tokens hit by a request of no tenant"),
-        _hit(served, 4, 0, "tokens hit by a third tenant"),
+        seen.hit(served, 1, 24, "tokens hit by the tenant who sent the prompt before"),
+        seen.hit(served, 2, 0, "tokens hit by another tenant"),
+        seen.hit(served, 3, 0, "tokens hit by a request of no tenant"),
+        seen.hit(served, 4, 0, "tokens hit by a third tenant"),
     ],
     measurements=(seen.ANSWERS, seen.HITS, seen.LATENCY, seen.HOLDERS, seen.ALONE, seen.POOL),
-    suspects=(
-        Suspect("prefix cache, the namespace", "a tenant's salt does not reach the key, so tenants share blocks"),
+    innocents=(
         Suspect(
             "prefix cache, the key of a block",
             "different tokens have the same key",
@@ -243,127 +204,109 @@ TENANTS = Exhibit(
 )
 
 
-# Two faults: a key that never matches hides a mask that is wrong behind a hit.
+# A prompt of which everything is cached.
 
 
-def _cached_prompts(draw: random.Random) -> Traffic:
-    """Everybody has a length of answer of their own, and a step takes any prompt whole."""
-    template = tokens(draw, 35)
-    asked = [Asked(template + tokens(draw, 5), SamplingParams(9))]
-    asked += [Asked(template + tokens(draw, 3 + i), SamplingParams(10 + i), at=14) for i in range(3)]
-    asked += [Asked(template + tokens(draw, 4), SamplingParams(8), at=16, salt="tan")]
-    return Traffic(tuple(asked), {"token_budget": 256})
+def _prompts_again(draw: random.Random) -> Traffic:
+    """Prompts of 24, 25 and 27 tokens, each sent a second time; blocks have 8."""
+    prompts = [tokens(draw, length) for length in (24, 25, 27)]
+    params = SamplingParams(5)
+    return Traffic(tuple(Asked(prompt, params, at=at) for at in (0, 12) for prompt in prompts), steps=60)
 
 
-def _pieces(draw: random.Random) -> Traffic:
-    traffic = _cached_prompts(draw)
-    return replace(traffic, engine={"token_budget": 64, "chunk": 16})
-
-
-CACHE_ROLLED_BACK = Exhibit(
-    name="rolled-back-twice",
-    title="The cache that was rolled back twice",
+NOTHING_LEFT = Exhibit(
+    name="never-ends",
+    title="A request that waits for nothing",
     kind="serving",
-    threads=(
-        "https://github.com/meta-pytorch/gpt-fast/issues/233",
-        "https://github.com/vllm-project/vllm/issues/30931",
-    ),
     symptom=(
-        "The prefix cache is on, all prompts begin with the same page of instructions, and time to first token is "
-        "what it was without a cache. A colleague has found a mended key in a branch; when it was deployed, answers "
-        "became nonsense, and it was rolled back. Answers are right again, and the cache is still of no use. This "
-        "exhibit has two culprits that hide each other: name both, and repair both."
+        "Once or twice a day a request never ends, and its client runs into the timeout. The server is healthy: it "
+        "answers all others meanwhile, with free memory, an idle queue and no error. Sent once more, the request hangs "
+        "again; with one word more in its prompt it is answered at once."
     ),
-    faults=(PARAMS_IN_KEY, MASK_FROM_ZERO),
-    run=runs(_cached_prompts),
-    looks=lambda served: [*seen.plausible(served), seen.same_tokens(served)],
-    trace=lambda served: [
-        *(_hit(served, number, 32, f"tokens hit by request {number}") for number in (1, 2, 3)),
-        _hit(served, 4, 0, "tokens hit by another tenant"),
-        seen.same_tokens(served),
+    faults=(faults.WHOLE_PROMPT,),
+    run=runs(_prompts_again),
+    looks=lambda served: [
+        row("errors in outputs and records", 0, served.errors),
+        row("requests that wait", 0, served.records[-1].waiting),
+        seen.same_answers_so_far(served),
     ],
-    measurements=(
-        seen.HITS,
-        seen.ANSWERS,
-        seen.PIECES,
-        seen.STEPS,
-        seen.LATENCY,
-        seen.NO_CACHE,
-        seen.POOL,
-        seen.THROUGHPUT,
-    ),
-    suspects=(
-        Suspect("prefix cache, the namespace", "what a request asks of the sampler is part of the key of its blocks"),
-        Suspect("attention, the mask", "it counts queries from the first key, not from the place where they stand"),
+    trace=lambda served: [
+        row("requests that did not end", 0, served.unfinished),
+        row("tokens hit by the prompt of 24 tokens", 16, served.hit[3]),
+        row("tokens hit by the prompt of 25 tokens", 24, served.hit[4]),
+        row("tokens hit by the prompt of 27 tokens", 24, served.hit[5]),
+    ],
+    measurements=(seen.LATENCY, seen.STEPS, seen.SEATS, seen.HITS, seen.NO_CACHE_ENDS, seen.POOL, seen.HOLDERS),
+    innocents=(
         Suspect(
-            "block pool, eviction",
-            "the cached blocks are overwritten before the next request comes",
-            "The pool is nearly empty throughout: nothing was ever evicted.",
+            "scheduler, starvation",
+            "others are always preferred to it",
+            "Nothing else is running in the end, and it still gets no token.",
         ),
         Suspect(
-            "scheduler, admission",
-            "it computes the prompt before it looks the prompt up",
-            "The order is right: with equal sampling parameters the very same prompt does hit.",
+            "scheduler, blocks",
+            "it waits for blocks that nobody gives back",
+            "It is admitted and holds all blocks that it needs, and most of the pool is free.",
         ),
         Suspect(
-            "positions",
-            "tokens behind a hit are rotated as if they stood at the beginning",
-            "The positions of a piece and those of a decoded token come from the same line of code, and decoding is "
-            "right in every answer here.",
+            "server, the stream",
+            "its tokens are sampled and get lost on their way to the client",
+            "No step computed anything of it after it was admitted: there is nothing that could get lost.",
+        ),
+        Suspect(
+            "model",
+            "its end token is never sampled",
+            "The length of its answer is bounded, and a step that had sampled anything would be in the records.",
         ),
     ),
     wrong_fixes=(
         WrongFix(
-            "only the key",
-            "Now prompts hit, and their answers are wrong: behind a hit queries no longer begin at the first key, and "
-            "the mask does not know that. The first fault kept the second from ever running.",
-            ({}, None),
+            "one block less",
+            "It ends now, and every other prompt computes a block that it has: 25 tokens hit 16 and not 24. Only the "
+            "last token has to be computed, for its logits.",
+            ({"(sequence.num_tokens - 1) // self.pool.block_size": "sequence.num_tokens // self.pool.block_size - 1"},),
         ),
         WrongFix(
-            "only the mask",
-            "The mask is right now, and no prompt has a use for it: the parameters in the key still keep all hits "
-            "away.",
-            (None, {}),
-        ),
-        WrongFix(
-            "a key without the salt",
-            "This takes the parameters out of the key and the tenant with them.",
+            "no hit for whole blocks",
+            "A prompt that fills its blocks now hits nothing, although all of it but the last block could be taken "
+            "over.",
             (
                 {
-                    "cache_namespace(adapter and adapter.cache_key, salt)": (
-                        "cache_namespace(adapter and adapter.cache_key, None)"
+                    "(sequence.num_tokens - 1) // self.pool.block_size": (
+                        "(sequence.num_tokens // self.pool.block_size) * bool(sequence.num_tokens % "
+                        "self.pool.block_size)"
                     )
                 },
-                {},
             ),
         ),
         WrongFix(
-            "a mask that hides nothing",
-            "Queries see all keys of their sequence now, also those of tokens behind them, which decoding will never "
-            "have.",
-            ({}, {"reachable(keys - queries, queries": "reachable(keys, queries"}),
+            "two tokens to compute",
+            "One query is enough: the prompt of 25 tokens computes nine here, because a hit covers whole blocks.",
+            ({"(sequence.num_tokens - 1)": "(sequence.num_tokens - 2)"},),
         ),
     ),
     investigation=(
         Clue(
-            "cache-hits", "No request hits although all share 35 tokens: the key is too narrow, not the pool too small."
+            "scheduler-counts",
+            "One sequence runs, none waits, and the engine was asked for many more steps than computed anything. So it "
+            "has its blocks and its seat, and the plan gives it no token.",
         ),
         Clue(
-            "prompts-in-pieces",
-            "The roll-back says that something behind a hit is wrong. A prompt in pieces takes the same path without "
-            "any cache, and its answers are wrong as well: attention with keys before its first query.",
+            "step-records",
+            "It was admitted in a step whose batch does not name it. Its prompt has 24 tokens, three whole blocks, and "
+            "was sent before: it lacks zero tokens.",
         ),
     ),
     misleading=Clue(
-        "answers",
-        "All answers are right, because the path with the second fault never runs. As soon as the first fault is "
-        "mended they are wrong, which looks as if the repair had been the mistake.",
+        "latency",
+        "All other requests are as fast as ever. A mean leaves out whoever never ends, so the dashboard has no entry "
+        "for the one request that matters.",
     ),
     lesson=(
-        "When a good repair makes things worse, ask what it has switched on. Test each path by the shortest way to it "
-        "(here a prompt in pieces), not by the feature that happens to lead there."
+        "A cache gives keys and values; the next token needs logits, and those come from a query. At least one token "
+        "is always computed. Alert on the oldest unanswered request, not on the mean of those that were answered."
     ),
-    proof=seen.against_the_loop(_pieces),
+    proof=seen.against_the_loop(_prompts_again),
 )
 
-EXHIBITS = (ONE_BYTE_HASH, TENANTS, CACHE_ROLLED_BACK)
+EXHIBITS = (ONE_BYTE_HASH, TENANTS, NOTHING_LEFT)

@@ -2,20 +2,8 @@
 
 from course.lab22_bug_museum import serving_distributions as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
-from course.lab22_bug_museum.patches import Patch
 from course.lab22_bug_museum.serving_runs import runs
-
-GUESSES = "minillm.serve.speculate.on_device:next_guesses"
-GREEDY_DRAFT = Patch(
-    GUESSES,
-    {"return draw_from(q, draws), q": "return q.argmax(-1), q"},
-    also=tuple(f"minillm.serve.speculate.proposers.{name}:next_guesses" for name in ("draft_model", "medusa", "eagle")),
-)
-SAME_NUMBERS = Patch(
-    "minillm.serve.speculate.speculation:Speculation.check", {"sample.draw.count += numbers": "sample.draw.count += 0"}
-)
-DRAFT_ = "minillm.serve.speculate.proposers.draft_model:DraftModel._draft"
-CERTAIN = Patch(DRAFT_, {"drafts.append(Draft(guesses, q))": "drafts.append(Draft(guesses))"})
+from course.shared.faults import serving as faults
 
 _SURE = "return torch.where(q.amax(-1) > 0.3, q.argmax(-1), draw_from(q, draws)), q"
 
@@ -34,19 +22,17 @@ LIKELIEST = Exhibit(
     name="all-alike",
     title="Creative answers, all alike",
     kind="serving",
-    threads=("https://github.com/huggingface/transformers/issues/32867",),
     symptom=(
         "With speculation switched on, the greedy regression suite passes to the last token, latency is good, and no "
         "request fails. Product reports that answers at temperature 1 have become duller: the same few turns of phrase "
         "come up in all of them."
     ),
-    faults=(GREEDY_DRAFT,),
+    faults=(faults.LIKELIEST_DRAFT,),
     run=runs(seen.sampled),
     looks=lambda served: [*seen.dashboard(served), seen.greedy_wrong(served), seen.first_tokens_follow(served)],
     trace=lambda served: [seen.follows(served)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect("drafts", "a draft takes its likeliest token and is verified as if it had been sampled from q"),
+    innocents=(
         NOT_ATTENTION,
         NOT_SAMPLER,
         Suspect(
@@ -102,19 +88,17 @@ TWICE = Exhibit(
     name="far-off-mean",
     title="An average that more samples do not mend",
     kind="serving",
-    threads=("https://github.com/feifeibear/LLMSpeculativeSampling",),
     symptom=(
         "Speculation is on; each first token is as likely as it should be, greedy answers are right, and the "
         "acceptance rate is believable. A researcher who estimates an expectation from ten thousand samples finds it "
         "far off, and more samples do not help."
     ),
-    faults=(SAME_NUMBERS,),
+    faults=(faults.SAME_NUMBERS,),
     run=runs(seen.sampled),
     looks=lambda served: [*seen.dashboard(served), seen.greedy_wrong(served), seen.first_tokens_follow(served)],
     trace=lambda served: [seen.follows(served)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect("verification", "it forgets how many random numbers it used, and the next pass draws them again"),
+    innocents=(
         NOT_ATTENTION,
         NOT_SAMPLER,
         Suspect(
@@ -168,20 +152,18 @@ AS_IF_CERTAIN = Exhibit(
     name="the-review",
     title="The review that found a bias",
     kind="serving",
-    threads=("https://github.com/SafeAILab/EAGLE/issues/329",),
     symptom=(
         "A reviewer writes: the drafts are sampled, but verification treats them as if their probability were 1. It "
         "accepts with p(x) where min(1, p(x)/q(x)) is right, so the output must be biased, and the low acceptance rate "
         "proves it. Find the bias, or answer the review."
     ),
-    faults=(CERTAIN,),
-    innocent=True,
+    faults=(faults.AS_IF_CERTAIN,),
+    verdict="accepting x with p(x), and else sampling from p without x, gives p: it only accepts less",
     run=runs(seen.sampled),
     looks=lambda served: [*seen.dashboard(served), seen.greedy_wrong(served), seen.first_tokens_follow(served)],
     trace=lambda served: [seen.follows(served), seen.greedy_wrong(served)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect("nothing", "accepting x with p(x), and else sampling from p without x, gives p: it only accepts less"),
+    innocents=(
         Suspect(
             "verification",
             "the output is biased towards the draft's favourite tokens",

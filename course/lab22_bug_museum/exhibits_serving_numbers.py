@@ -9,19 +9,14 @@ import torch
 from course.kit.receipts import Row, row
 from course.lab22_bug_museum import serving_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Measurement, Suspect, WrongFix
-from course.lab22_bug_museum.patches import Patch
 from course.lab22_bug_museum.serving_runs import SMALL, Asked, Served, Traffic, runs, serve, tokens
+from course.shared.faults import serving as faults
 from course.shared.measuring import one_thread
 from course.shared.table import Table, table
 from minillm.model import Transformer
 from minillm.serve import SamplingParams
 
-PENALTIES = "minillm.serve.run.penalties:SeenOnHost.penalties"
-HOLDER = "if holder is not sequence or known > len(tokens):"
-STALE_ROW = Patch(PENALTIES, {HOLDER: "if known > len(tokens):"})
-PREPARE = "minillm.model.paged.gather:Gathered.prepare"
 BY_LENGTH = "order = sorted(range(len(seen)), key=lambda s: (query_lens[s], seen[s]))"
-OTHER_GROUPS = Patch(PREPARE, {"room = (GROUP_BYTES if": "room = (0 if"})
 
 
 # Tokens that somebody else has seen.
@@ -39,13 +34,12 @@ PENALTY = Exhibit(
     name="noon-and-night",
     title="Other answers at noon than at night",
     kind="serving",
-    threads=("https://github.com/vllm-project/vllm/pull/5639",),
     symptom=(
         "A customer who uses a repetition penalty gets other answers at noon than at night, with greedy decoding and "
         "the same prompt. At night, on an idle server, they are the reference's. Requests without a penalty are the "
         "reference's at any hour. A restart helps for some minutes."
     ),
-    faults=(STALE_ROW,),
+    faults=(faults.STALE_ROW,),
     run=runs(_penalised),
     looks=lambda served: [
         *seen.plausible(served),
@@ -54,8 +48,7 @@ PENALTY = Exhibit(
     ],
     trace=lambda served: [seen.same_tokens(served)],
     measurements=(seen.ANSWERS, seen.ALONE, seen.ONE_SEAT, seen.NO_CACHE, seen.STEPS, seen.HOLDERS, seen.POOL),
-    suspects=(
-        Suspect("sampler, tokens seen", "the row that a sequence gets still holds the tokens of the one before it"),
+    innocents=(
         Suspect(
             "numerics",
             "the composition of the batch changes the rounding of the logits",
@@ -92,7 +85,7 @@ PENALTY = Exhibit(
         WrongFix(
             "only a row that nobody had",
             "This clears a row when it is used for the first time, the one time when it is empty anyway.",
-            ({HOLDER: "if holder is None or known > len(tokens):"},),
+            ({faults.HOLDER: "if holder is None or known > len(tokens):"},),
         ),
     ),
     investigation=(
@@ -206,14 +199,13 @@ ROUNDING = Exhibit(
     name="other-than-last-week",
     title="Greedy, and another answer than last week",
     kind="serving",
-    threads=("https://github.com/vllm-project/vllm/issues/9567", "https://github.com/vllm-project/vllm/issues/11658"),
     symptom=(
         "Since a change of how sequences are grouped for attention, some greedy answers in bfloat16 are not last "
         "week's, and some change with what else is in the batch. A regression test compares texts and is red. "
         "Temperature is 0, so it must be a bug. Find it, or say why it is none."
     ),
-    faults=(OTHER_GROUPS,),
-    innocent=True,
+    faults=(faults.OTHER_GROUPS,),
+    verdict="sums in another order round otherwise, and two tokens were nearly equal",
     run=runs(_low_precision),
     looks=lambda served: [
         *seen.plausible(served),
@@ -228,8 +220,7 @@ ROUNDING = Exhibit(
         seen.HOLDERS,
         seen.POOL,
     ),
-    suspects=(
-        Suspect("nothing", "sums in another order round otherwise, and two tokens were nearly equal"),
+    innocents=(
         Suspect(
             "attention, padding",
             "sequences see the padding of longer ones in their group",

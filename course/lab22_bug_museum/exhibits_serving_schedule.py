@@ -1,149 +1,13 @@
-"""Exhibits of the scheduler: a place in the queue that hid behind a reservation, a stall, and seats that leak."""
+"""Exhibits of the scheduler: a stall, and seats that leak."""
 
 import random
 
-from course.kit.receipts import Row, row
+from course.kit.receipts import row
 from course.lab22_bug_museum import serving_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
-from course.lab22_bug_museum.patches import Patch
-from course.lab22_bug_museum.serving_runs import Asked, Served, Traffic, runs, serve, tokens
+from course.lab22_bug_museum.serving_runs import Asked, Served, Traffic, runs, tokens
+from course.shared.faults import serving as faults
 from minillm.serve import SamplingParams
-
-SCHEDULER = "minillm.serve.schedule.scheduler:Scheduler"
-BACK_OF_THE_QUEUE = Patch(f"{SCHEDULER}._preempt", {"self._wait(sequence)": "self.enqueue(sequence)"})
-WANTED = "self.pool.blocks_for(sequence.wanted(self.piece, skipped))"
-RESERVED = Patch(f"{SCHEDULER}._admit", {WANTED: "self.pool.blocks_for(sequence.limit)"})
-BUDGET = "    budget = self.token_budget - len(batch)\n"
-PROMPTS_FIRST = Patch(f"{SCHEDULER}.schedule", {BUDGET: "    if prompts:\n        batch.clear()\n" + BUDGET})
-ONE_SEAT_BACK = Patch(f"{SCHEDULER}._stop_running", {"self.num_seqs -= sequence.num_seqs": "self.num_seqs -= 1"})
-
-
-# Two faults: a reservation of the whole answer keeps preemption away, and so hides where a preempted sequence goes.
-
-
-def _steady(draw: random.Random) -> Traffic:
-    """A request every fourth step, each with a short prompt and a long answer, in a pool for three of them."""
-    engine = {"block_size": 4, "num_blocks": 24, "prefix_cache": False}
-    asked = (
-        Asked(tokens(draw, draw.randint(10, 16)), SamplingParams(draw.randint(16, 20)), at=4 * number)
-        for number in range(10)
-    )
-    return Traffic(tuple(asked), engine)
-
-
-def _overtaken_while_waiting(served: Served) -> int:
-    """Admissions of a request while an earlier one, preempted before, still waited."""
-    waiting: set[int] = set()
-    found = 0
-    for record in served.records:
-        for name in record.admitted:
-            number = int(name.partition("/")[0])
-            waiting.discard(number)
-            found += any(earlier < number for earlier in waiting)
-        waiting |= {int(name.partition("/")[0]) for name in record.preempted}
-    return found
-
-
-def _running(served: Served) -> float:
-    return sum(record.running for record in served.records) / len(served.records)
-
-
-def _without_faults(served: Served) -> list[Row]:
-    sound = serve(served.traffic, ())
-    return [
-        row("sequences running, in the mean step", _running(sound), _running(served), "", 0.02),
-        row("admitted while an earlier request, once preempted, waited", 0, _overtaken_while_waiting(served)),
-    ]
-
-
-TAIL = Exhibit(
-    name="idle-pool",
-    title="Half the pool is idle, and filling it makes the tail worse",
-    kind="serving",
-    threads=("https://github.com/vllm-project/vllm/issues/41951", "https://arxiv.org/abs/2309.06180"),
-    symptom=(
-        "Requests queue while most of the pool of blocks holds nothing yet. An engineer found the reason and mended "
-        "it: throughput rose by half, and so many users complained of answers that stood still in mid-sentence that "
-        "it was rolled back. Since then nobody touches it. This exhibit has two culprits that hide each other: name "
-        "both, and repair both."
-    ),
-    faults=(BACK_OF_THE_QUEUE, RESERVED),
-    run=runs(_steady),
-    looks=lambda served: [
-        *seen.plausible(served),
-        seen.same_tokens(served),
-        row("admitted while an earlier request, once preempted, waited", 0, _overtaken_while_waiting(served)),
-    ],
-    trace=_without_faults,
-    measurements=(seen.POOL, seen.THROUGHPUT, seen.LATENCY, seen.STEPS, seen.SMALL_RESERVE, seen.ANSWERS, seen.SEATS),
-    suspects=(
-        Suspect("scheduler, admission", "a sequence is given blocks for its whole answer before it has begun"),
-        Suspect("scheduler, preemption", "a preempted sequence queues up again as if it had just arrived"),
-        Suspect(
-            "block pool",
-            "blocks are not given back, so that fewer are free than there should be",
-            "At the end every block is free again. They are held too early, not too long.",
-        ),
-        Suspect(
-            "scheduler, seats",
-            "max_num_seqs is too small for the load",
-            "At most two sequences run and eight have a seat: requests wait for blocks.",
-        ),
-        Suspect(
-            "scheduler, preemption",
-            "the sequence that is preempted is the one that has come furthest",
-            "Victims are the latest ones. It is what happens to them afterwards that matters.",
-        ),
-        Suspect(
-            "sampler",
-            "answers are longer than was asked",
-            "Answers have exactly the length that was asked for.",
-        ),
-    ),
-    wrong_fixes=(
-        WrongFix(
-            "only the admission",
-            "Blocks are given when they are needed, so sequences are preempted again, and each preempted one goes to "
-            "the end of the queue: in the middle of its answer it waits for everybody who has come since.",
-            (None, {}),
-        ),
-        WrongFix(
-            "only the queue",
-            "Nobody is preempted while the whole answer is reserved. This changes nothing that can be measured, and "
-            "the pool stays half empty.",
-            ({}, None),
-        ),
-        WrongFix(
-            "reserve a little less",
-            "Half of the answer is still reserved before it begins. A reservation has to be for what the next steps "
-            "write.",
-            ({}, {WANTED: "self.pool.blocks_for((sequence.num_tokens + sequence.limit + 1) // 2)"}),
-        ),
-    ),
-    investigation=(
-        Clue(
-            "step-records",
-            "In the steps in which requests wait, the pool's blocks count as used although the running sequences have "
-            "written few of them: blocks for whole answers are taken at admission. Not one sequence is preempted.",
-        ),
-        Clue(
-            "admit-by-need",
-            "With admission by need the same traffic preempts, and a request that was preempted comes back after later "
-            "ones. The reservation had kept the second fault from ever running.",
-        ),
-    ),
-    misleading=Clue(
-        "pool",
-        "Zero preemptions look like health. They mean that the engine never takes the risk that paging exists to take, "
-        "and that no code behind a preemption has run.",
-    ),
-    lesson=(
-        "A repair that uncovers a second fault is blamed for it. Before rolling back, ask which path runs now that did "
-        "not run before; then mend both and measure the mean and the tail together."
-    ),
-    proof=seen.against_the_loop(_steady),
-)
-
 
 # Phases that are never mixed.
 
@@ -159,13 +23,12 @@ STALL = Exhibit(
     name="held-breath",
     title="Every chat holds its breath",
     kind="serving",
-    threads=("https://arxiv.org/abs/2308.16369", "https://github.com/GeeeekExplorer/nano-vllm/issues/274"),
     symptom=(
         "Prompts are computed in pieces, so that long ones do not disturb the others: that is what the configuration "
         "says. Users see something else. Now and then every chat stops for a moment, all at once, and goes on. The "
         "mean time per token is good and no request is slow as a whole."
     ),
-    faults=(PROMPTS_FIRST,),
+    faults=(faults.PROMPTS_FIRST,),
     run=runs(_chat_and_documents),
     looks=lambda served: [*seen.plausible(served), seen.same_tokens(served)],
     trace=lambda served: [
@@ -184,8 +47,7 @@ STALL = Exhibit(
         seen.WHOLE_PROMPT_GAPS,
         seen.SEATS,
     ),
-    suspects=(
-        Suspect("scheduler, the plan of a step", "a step computes pieces of prompts or decodes, and never both"),
+    innocents=(
         Suspect(
             "configuration, chunk",
             "the pieces are too large",
@@ -213,17 +75,22 @@ STALL = Exhibit(
             "taking turns",
             "Every second step still leaves the chats out while a document comes in. A decoding sequence costs one "
             "token of the budget: there is no reason to wait at all.",
-            ({BUDGET: "    if prompts and self.step % 2:\n        batch.clear()\n" + BUDGET},),
+            ({faults.BUDGET: "    if prompts and self.step % 2:\n        batch.clear()\n" + faults.BUDGET},),
         ),
         WrongFix(
             "one chat goes on",
             "The first chat is served and the others stop as before.",
-            ({BUDGET: "    if prompts:\n        del batch[1:]\n" + BUDGET},),
+            ({faults.BUDGET: "    if prompts:\n        del batch[1:]\n" + faults.BUDGET},),
         ),
         WrongFix(
             "only large prompts wait",
             "Two documents still stop everybody: the condition has changed and not the plan.",
-            ({BUDGET: "    if prompts and prompts[0].num_tokens > 32:\n        batch.clear()\n" + BUDGET},),
+            (
+                {
+                    faults.BUDGET: "    if prompts and prompts[0].num_tokens > 32:\n        batch.clear()\n"
+                    + faults.BUDGET
+                },
+            ),
         ),
     ),
     investigation=(
@@ -275,13 +142,12 @@ SEATS = Exhibit(
     name="slower-every-day",
     title="Slower every day, and well again after a restart",
     kind="serving",
-    threads=("https://github.com/raullenchai/Rapid-MLX/issues/1759",),
     symptom=(
         "A server is fast after each restart and slower every day. Memory does not grow, all blocks come back, no "
         "request fails, and the machine is less busy than in the beginning. Users of best-of-4 are impatient people "
         "and close the page early; nobody sees a connection."
     ),
-    faults=(ONE_SEAT_BACK,),
+    faults=(faults.ONE_SEAT_BACK,),
     run=runs(_impatient),
     looks=lambda served: [
         *seen.plausible(served),
@@ -293,8 +159,7 @@ SEATS = Exhibit(
         row("sequences running, at most", 8, _most_running(served)),
     ],
     measurements=(seen.POOL, seen.THROUGHPUT, seen.SEATS, seen.LATENCY, seen.STEPS, seen.ANSWERS, seen.NO_CANCELS),
-    suspects=(
-        Suspect("scheduler, seats", "a request that is cancelled within its prompt gives back one of its n seats"),
+    innocents=(
         Suspect(
             "block pool",
             "a cancelled request keeps its blocks",
@@ -359,4 +224,4 @@ SEATS = Exhibit(
     proof=seen.against_the_loop(_impatient),
 )
 
-EXHIBITS = (TAIL, STALL, SEATS)
+EXHIBITS = (STALL, SEATS)

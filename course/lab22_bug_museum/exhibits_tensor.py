@@ -3,28 +3,20 @@
 from course.kit.receipts import row
 from course.lab22_bug_museum import training_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
-from course.lab22_bug_museum.patches import Patch
 from course.lab22_bug_museum.training_runs import Run, Scene, oracle
+from course.shared.faults import training as faults
 from minillm.train.parallel_config import ParallelConfig
 
-HYBRID = "minillm.train.strategies.hybrid:Hybrid."
-
-SUM = "if self.groups.tp:"
 NORMS_UNDER_SEQUENCE = Exhibit(
     name="worse-after-conversion",
     title="Worse after the conversion",
     kind="training",
-    threads=(
-        "https://github.com/EleutherAI/gpt-neox/issues/1257",
-        "https://github.com/PaddlePaddle/PaddleNLP/issues/7610",
-        "https://github.com/NVIDIA/Megatron-LM/issues/1446",
-    ),
     symptom=(
         "Sequence parallelism is switched on to save activations under tensor parallelism. Loss and gradient norm "
         "agree with the run before to three digits for as long as anybody looks. A checkpoint converted to another "
         "number of ranks is slightly worse than the run that wrote it."
     ),
-    faults=(Patch(HYBRID + "finish_backward", {SUM: "if self.groups.tp and not self.layout.sequence:"}),),
+    faults=(faults.NORMS_NOT_SUMMED,),
     run=Run(Scene(ParallelConfig(tp=2, sequence=True))),
     looks=lambda record: [
         seen.falls(record),
@@ -33,8 +25,7 @@ NORMS_UNDER_SEQUENCE = Exhibit(
     ],
     trace=lambda record: [seen.gradients_are_right(record), seen.replicas_agree(record)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect("tensor parallelism, norms", "each rank keeps the gradient of its own part of the sequence"),
+    innocents=(
         Suspect(
             "checkpoint",
             "the conversion cuts the slices in another order",
@@ -102,34 +93,21 @@ NORMS_UNDER_SEQUENCE = Exhibit(
     budget=45,
 )
 
-COUNTED = "counted = [g for name, g in gradients.items() if placements is None or placements[name].is_counted]"
 NORM_COUNTS_COPIES = Exhibit(
     name="clips-too-often",
     title="Clipped in steps that are harmless on one process",
     kind="training",
-    threads=(
-        "https://github.com/NVIDIA-NeMo/RL/issues/3788",
-        "https://github.com/pytorch/torchtitan/issues/596",
-        "https://github.com/NVIDIA/Megatron-LM/issues/5916",
-    ),
     symptom=(
         "A model with tied embeddings moves from one process to a pipeline of two stages. Every gradient has been "
         "checked against one process, by name, and is right. Still the run clips in steps in which one process does "
         "not."
     ),
-    faults=(
-        Patch(
-            "minillm.parallel.sharding.placement:global_norm",
-            {COUNTED: "counted = list(gradients.values())"},
-            also=("minillm.train.strategies.hybrid:global_norm",),
-        ),
-    ),
+    faults=(faults.NORM_COUNTS_COPIES,),
     run=Run(Scene(ParallelConfig(pp=2, accumulate=2), model=seen.TIED)),
     looks=lambda record: [seen.falls(record), seen.starts_right(record), seen.gradients_are_right(record)],
     trace=lambda record: [seen.norm_is_right(record)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect("gradient norm", "a parameter that several ranks hold counts once for each of them"),
+    innocents=(
         Suspect(
             "pipeline, loss",
             "the loss is too large by the number of microbatches",
@@ -150,7 +128,7 @@ NORM_COUNTS_COPIES = Exhibit(
         WrongFix(
             "rank 0 only",
             "Now the second stage's own parameters count nowhere: each parameter has to count once, on some rank.",
-            ({COUNTED: "counted = list(gradients.values()) if group is None or group.rank == 0 else []"},),
+            ({faults.COUNTED: "counted = list(gradients.values()) if group is None or group.rank == 0 else []"},),
         ),
         WrongFix(
             "divided by the ranks",
@@ -158,7 +136,7 @@ NORM_COUNTS_COPIES = Exhibit(
             "are on one stage.",
             (
                 {
-                    COUNTED: "counted = list(gradients.values())",
+                    faults.COUNTED: "counted = list(gradients.values())",
                     "return (group.all_reduce(total) if": "return (group.all_reduce(total) / group.world_size if",
                 },
             ),
@@ -168,7 +146,7 @@ NORM_COUNTS_COPIES = Exhibit(
             "This leaves the shared parameter out on both stages, and so it never counts.",
             (
                 {
-                    COUNTED: "counted = [g for name, g in gradients.items() if 'embedding' not in str(name)]",
+                    faults.COUNTED: "counted = [g for name, g in gradients.items() if 'embedding' not in str(name)]",
                 },
             ),
         ),
@@ -202,21 +180,17 @@ PATCHWORK = Exhibit(
     name="another-start",
     title="Another start on another number of ranks",
     kind="training",
-    threads=("https://github.com/allenai/OLMo-core/pull/319", "https://github.com/NVIDIA-NeMo/Automodel/issues/1291"),
     symptom=(
         "Dropout masks have to differ between tensor-parallel ranks, so somebody adds the rank to the seed at the top "
         "of the program. The run trains as well as before. But it cannot be repeated on another number of ranks: with "
         "the same seed, two and four ranks begin with different losses."
     ),
-    faults=(
-        Patch(HYBRID + "build", {"start.fill(part, seed, device": "start.fill(part, seed + self.group.rank, device"}),
-    ),
+    faults=(faults.PATCHWORK,),
     run=Run(Scene(ParallelConfig(tp=2))),
     looks=lambda record: [seen.falls(record), seen.replicas_agree(record)],
     trace=lambda record: [seen.gradients_are_right(record)],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect("initialisation", "each rank cuts its slices from another model, drawn with its own seed"),
+    innocents=(
         Suspect(
             "data, sampler",
             "each rank shuffles with its own seed",

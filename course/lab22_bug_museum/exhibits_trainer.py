@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from course.kit.receipts import Row, row
 from course.lab22_bug_museum import training_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Measurement, Suspect, WrongFix
-from course.lab22_bug_museum.patches import Patch, planted
 from course.lab22_bug_museum.training_runs import SMALL, Run, Scene, text
+from course.shared.faults import training as faults
+from course.shared.faults.patches import Patch, planted
 from course.shared.table import table
 from minillm.adapters.attach import adapted_kinds
 from minillm.predict.model import causal_context, training_flops
@@ -16,21 +17,15 @@ from minillm.train import Trainer
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.steptime import Step
 
-STEP = "minillm.train.trainer:Trainer.step"
-RATE = "learning_rate(self.steps_done, self.config)"
 SCHEDULE_RUNS_AHEAD = Exhibit(
     name="half-way",
     title="A run that stops learning half-way",
     kind="training",
-    threads=(
-        "https://github.com/huggingface/accelerate/issues/963",
-        "https://github.com/Lightning-AI/pytorch-lightning/issues/1476",
-    ),
     symptom=(
         "To fit the memory, a batch is computed in two microbatches of half the size. The first half of the run is "
         "nearly as before, then the loss hardly moves. The data are blamed: they seem to be exhausted."
     ),
-    faults=(Patch(STEP, {RATE: "learning_rate(self.steps_done * self.config.accumulate, self.config)"}),),
+    faults=(faults.SCHEDULE_RUNS_AHEAD,),
     run=Run(Scene(ParallelConfig(dp=2, accumulate=2))),
     looks=lambda record: [seen.falls(record), seen.gradients_are_right(record), seen.norm_is_right(record)],
     trace=lambda record: [
@@ -38,8 +33,7 @@ SCHEDULE_RUNS_AHEAD = Exhibit(
         for n in (1, len(record.steps) // 2, len(record.steps) - 1)
     ],
     measurements=seen.USUAL,
-    suspects=(
-        Suspect("trainer, schedule", "the schedule is asked with microbatches counted as steps"),
+    innocents=(
         Suspect(
             "data, loader",
             "accumulation reads each window twice",
@@ -60,19 +54,19 @@ SCHEDULE_RUNS_AHEAD = Exhibit(
         WrongFix(
             "divided",
             "The factor is turned round: now the schedule is too slow by the number of microbatches and never ends.",
-            ({RATE: "learning_rate(self.steps_done // self.config.accumulate, self.config)"},),
+            ({faults.RATE: "learning_rate(self.steps_done // self.config.accumulate, self.config)"},),
         ),
         WrongFix(
             "by windows",
             "The position of the loader counts windows, of which a step has many: the warm-up is over in the first "
             "step.",
-            ({RATE: "learning_rate(self.loader.position, self.config)"},),
+            ({faults.RATE: "learning_rate(self.loader.position, self.config)"},),
         ),
         WrongFix(
             "one step late",
             "A schedule stepped after the update starts with the rate of step 0 twice. Ask it for the step that runs "
             "now.",
-            ({RATE: "learning_rate(max(0, self.steps_done - 1), self.config)"},),
+            ({faults.RATE: "learning_rate(max(0, self.steps_done - 1), self.config)"},),
         ),
     ),
     investigation=(
@@ -122,7 +116,7 @@ def _utilisation(patches: Sequence[Patch], seed: int) -> Utilisation:
     return Utilisation(steps, peak, *flops)
 
 
-ADAPTED = Scene(ParallelConfig(), steps=1, seq_len=32, settings={"lora": 2})
+ADAPTED = Scene(ParallelConfig(), steps=1, seq_len=32, settings=(("lora", 2),))
 
 
 def _other_runs(patches: Sequence[Patch]) -> list[Row]:
@@ -142,21 +136,15 @@ def _other_runs(patches: Sequence[Patch]) -> list[Row]:
     ]
 
 
-MFU, CONTEXT = "minillm.train.trainer:Trainer._mfu", "causal_context(self.config.seq_len, model.sliding_window)"
 UTILISATION = Exhibit(
     name="utilisation",
     title="The longer the sequence, the better the utilisation",
     kind="training",
-    threads=(
-        "https://github.com/NVIDIA/Megatron-LM/issues/831",
-        "https://github.com/karpathy/nanoGPT/issues/464",
-        "https://github.com/pytorch/torchtitan/issues/1201",
-    ),
     symptom=(
         "The model FLOP utilisation (MFU) in the log rises with the length of the sequences; at 16k tokens it passes "
         "100 %. Tokens per second fall meanwhile, as they should. A slide with the number is being prepared."
     ),
-    faults=(Patch(MFU, {CONTEXT: "self.config.seq_len"}),),
+    faults=(faults.ATTENTION_TWICE,),
     run=_utilisation,
     looks=lambda record: [
         row("the log has an MFU above 0", True, all(step.mfu > 0 for step in record.steps)),
@@ -202,8 +190,7 @@ UTILISATION = Exhibit(
             lambda record: table("peak", ("", "FLOP/s"), [("assumed and reached", record.peak)]),
         ),
     ),
-    suspects=(
-        Suspect("trainer, MFU", "attention counts as if every token looked at all positions, twice the causal work"),
+    innocents=(
         Suspect(
             "trainer, MFU",
             "the denominator is the peak of one device for the tokens of several",
@@ -225,13 +212,13 @@ UTILISATION = Exhibit(
             "everything halved",
             "Only attention over positions is halved by causality. Projections and the MLP are not, and they are most "
             "of it.",
-            ({CONTEXT: "self.config.seq_len", "tokens * flops": "tokens * flops / 2"},),
+            ({faults.CONTEXT: "self.config.seq_len", "tokens * flops": "tokens * flops / 2"},),
         ),
         WrongFix(
             "without attention",
             "6 FLOPs per parameter is the work without attention over positions: a fair lower bound, and at 16k "
             "tokens a long way below the work that is done.",
-            ({CONTEXT: "0"},),
+            ({faults.CONTEXT: "0"},),
         ),
     ),
     investigation=(

@@ -2,7 +2,7 @@
 
 from course.kit.exercises import alternative, mistake
 from course.lab22_bug_museum import museum
-from course.lab22_bug_museum.patches import compiled
+from course.shared.faults.patches import compiled
 
 for _name in ("slow-with-clipping", "two-gpus-one-run", "utilisation", "never-ends"):
     _exhibit = museum.exhibit(_name)

@@ -3,13 +3,15 @@
 import difflib
 
 from course.lab22_bug_museum import (
+    exhibits_checkpoint,
     exhibits_context,
     exhibits_data_parallel,
+    exhibits_hang,
     exhibits_pipeline,
-    exhibits_runs,
     exhibits_serving_blocks,
     exhibits_serving_cache,
     exhibits_serving_drafts,
+    exhibits_serving_hidden,
     exhibits_serving_numbers,
     exhibits_serving_schedule,
     exhibits_tensor,
@@ -23,10 +25,12 @@ MODULES = (
     exhibits_tensor,
     exhibits_context,
     exhibits_trainer,
-    exhibits_runs,
+    exhibits_checkpoint,
+    exhibits_hang,
     exhibits_serving_cache,
     exhibits_serving_blocks,
     exhibits_serving_schedule,
+    exhibits_serving_hidden,
     exhibits_serving_drafts,
     exhibits_serving_numbers,
 )

@@ -13,9 +13,10 @@
 # Stands on labs 03 to 15 (what the exhibits break).
 #
 # Most exhibits are bugs that shipped in a known project, planted in minillm's own code for one run; in two nothing is
-# wrong, and you have to say so. All but one raise no error, and where there is a loss, it usually falls. You get the symptom, order measurements for minutes, name the culprit, repair the code, and read how an
-# experienced engineer went about it. About three hours with four exercises; running the notebook from top to bottom takes
-# less than a minute. At the end you can answer:
+# wrong, and you have to say so. All but one raise no error, and where there is a loss, it usually falls. You get the
+# symptom, order measurements for minutes, name the culprit, repair the code, and read how an experienced engineer went
+# about it. About three hours with four exercises; running the notebook from top to bottom takes less than a minute. At
+# the end you can answer:
 #
 # 1. Why is a falling loss no evidence, and which number of the first step is?
 # 2. Which measurement do you order first for a given symptom, and which ones mislead?
@@ -41,15 +42,51 @@ from minillm.predict.training.adapters import Adapters
 # ## 0 Predict
 #
 # The loss on which `backward` is called is too large by a factor of 4 in every step; the log shows the right one. AdamW
-# trains the model. By which factor is the *logged* loss of the last step wrong, and by which the gradient norm? Write your guesses before you go on.
+# trains the model. By which factor is the *logged* loss of the last step wrong, and by which the gradient norm? Write your
+# guesses before you go on.
 
 # %%
 guess_of_loss, guess_of_norm = 1.0, 1.0
 
 # %% [markdown]
-# ## 1 The first case: a pipeline
+# ## 1 A case, played
 #
-# A case begins with what was reported. Measurements cost minutes, a wrong accusation costs ten, and what is left counts.
+# Watch one before you play. A case begins with what was reported, says what can be ordered and for how many minutes, and
+# names the suspects.
+
+# %%
+watched = visit("second-replica", seed=1)
+watched
+
+# %% [markdown]
+# Ranks that hold the same weights and see other tokens have to add up their gradients. Whether they do is in the ledger, for
+# five minutes. All gradients together have as many bytes as the model.
+
+# %%
+watched.order("ledger")
+
+# %% [markdown]
+# There are the messages of the ring and some sums of a few bytes; no operation is as large as a gradient. Suspects `a` to `c`
+# would compute gradients wrongly, and these are never reduced. Does it matter, and from when on? Ranks that begin apart would
+# have shown another first loss, and the symptom says that it is right. Six minutes:
+
+# %%
+watched.order("replica-check")
+
+# %% [markdown]
+# Every parameter that both ranks hold differs after six steps. So nothing was reduced, and that was decided where the model is
+# wrapped for its reduction.
+
+# %%
+watched.accuse("e")
+
+# %%
+watched.debrief()
+
+# %% [markdown]
+# ## 2 Your first case: a pipeline
+#
+# A wrong accusation costs ten minutes, and what is left counts.
 
 # %%
 case = visit("slow-with-clipping", seed=1)
@@ -130,7 +167,7 @@ show(figures.silent, exhibit="slow-with-clipping")
 sliders(figures.silent, exhibit=list(figures.TRAINED))
 
 # %% [markdown]
-# ## 2 Two culprits
+# ## 3 Two culprits
 #
 # Four exhibits of the museum hold two bugs that hide each other. Here is one: name both with `accuse("x", "y")`.
 
@@ -187,7 +224,7 @@ indices, accumulating = check("two-gpus-one-run", (indices, accumulating))
 # Repair one of the two alone and look at the trace again: the replica check, which was silent, begins to complain, or
 # nothing changes at all. That is how two bugs hide each other.
 #
-# ## 3 A number that is too good
+# ## 4 A number that is too good
 #
 # Not every silent bug is in the gradients. This one is in a slide.
 
@@ -228,7 +265,7 @@ def mfu(self, tokens, seconds):
 mfu = check("utilisation", mfu)
 
 # %% [markdown]
-# ## 4 A server
+# ## 5 A server
 #
 # Serving has silent bugs of its own. Here is a request that never ends on a healthy server. Counts and records are what an
 # engine gives you; the naive loop is its oracle.
@@ -263,7 +300,7 @@ def prefixes(self, sequence):
 prefixes = check("never-ends", prefixes)
 
 # %% [markdown]
-# ## 5 Receipts: what looks right, and what does not
+# ## 6 Receipts: what looks right, and what does not
 #
 # The rows that look right with the fault in place are what a review would have checked. The trace is there with the fault and
 # not without it, and after each run minillm's code is its own again, by a hash.
@@ -272,8 +309,15 @@ prefixes = check("never-ends", prefixes)
 receipts.every_bug_leaves_a_trace()
 
 # %% [markdown]
-# Which measurement sees which exhibit is drawn in `figures/22_what_sees_it.png`, with its numbers beside it: the loss sees
-# least, the norm misses whole classes of parameters, and a comparison of gradients by name with one process sees nearly
+# Which measurement sees which exhibit? Each exhibit on two ranks runs once more with its fault. The table says how far the
+# last loss, the norm and the worst gradient of the first step are from one process's, and how many copies of parameters
+# differ between ranks.
+
+# %%
+show(figures.what_sees_it)
+
+# %% [markdown]
+# The loss sees least, the norm misses whole classes of parameters, and a comparison of gradients by name sees nearly
 # everything but the norm itself and what happens after the gradients.
 #
 # Which of minillm's own checks would have noticed? This was computed by planting each fault and running the check, and a test
@@ -292,7 +336,7 @@ notices("serving")
 # their own.
 # [docs/debugging.md](../docs/debugging.md) has the exhibits on one page, from symptom to measurement to culprit.
 #
-# ## 6 The other exhibits
+# ## 7 The other exhibits
 #
 # Choose one, begin, and play. In a terminal, `python -m minillm museum` does the same, and
 # `python -m minillm museum NAME --fix FILE.py` judges a repair.
@@ -304,7 +348,7 @@ receipts.hall()
 desk()
 
 # %% [markdown]
-# ## 7 Where it loses
+# ## 8 Where it loses
 #
 # - A comparison with one process needs a model that one process can hold. At full size nobody has it: compare a small model
 #   under the same layout, with sizes that are all different, before the large run.

@@ -23,15 +23,17 @@ from typing import Any
 
 from course.lab22_bug_museum import serving_distributions
 from course.lab22_bug_museum.exhibit import Exhibit
-from course.lab22_bug_museum.exhibits_runs import Outcome, Resumed
+from course.lab22_bug_museum.exhibits_checkpoint import Resumed
+from course.lab22_bug_museum.exhibits_hang import Outcome
 from course.lab22_bug_museum.exhibits_trainer import Utilisation
-from course.lab22_bug_museum.patches import planted
 from course.lab22_bug_museum.serving_runs import Served
 from course.lab22_bug_museum.training_runs import Record, Run, Scene
+from course.shared.faults.strategy import PlantedStrategy
 from course.shared.table import Table, table
 from minillm.comm import Group, HangError, RankError
 from minillm.equivalence import ParallelConfig, cases_of, compare
 from minillm.measure import Ledger
+from minillm.train.strategies.hybrid import make_strategy
 
 TRAINING = (
     "oracle", "NCCL's rules", "mismatch check", "replica check", "receipts", "one process's log", "resumed run",
@@ -74,7 +76,7 @@ def of_serving(served: Served) -> Noticed:
 
 def of_training(exhibit: Exhibit) -> Noticed:
     try:
-        record = exhibit.run(exhibit.faults, SEED)
+        record, *rest = exhibit.runs([(exhibit.faults, SEED), *[((), SEED)] * hasattr(exhibit.run, "many")])
     except (RankError, HangError):
         return {"mismatch check": True}
     found: Noticed = {"mismatch check": isinstance(record, Outcome) and bool(record.error)}
@@ -83,7 +85,7 @@ def of_training(exhibit: Exhibit) -> Noticed:
     elif isinstance(record, Utilisation):
         found["receipts"] = abs(record.implied / record.flops - 1) > 1e-6
     elif not isinstance(record, Outcome):
-        pairs = list(zip(_records(record), _records(exhibit.run((), SEED)), strict=True))
+        pairs = list(zip(_records(record), _records(rest[0]), strict=True))
         found["replica check"] = any(one.drifted() for one, _ in pairs)
         found["receipts"] = any(_traffic(one) != _traffic(sound) for one, sound in pairs)
         found["one process's log"] = any(_other_log(one) for one, _ in pairs)
@@ -95,7 +97,7 @@ def oracle_notices(exhibit: Exhibit) -> bool:
     try:
         if exhibit.proof is not None:
             return any(row.verdict == "off" for row in exhibit.proof(exhibit.faults))
-        return not all(found.ok for found in _compared(exhibit, None))
+        return not all(found.ok for found in _compared(exhibit))
     except (RankError, HangError):
         return True
 
@@ -182,7 +184,7 @@ def _scenes(exhibit: Exhibit) -> list[Scene]:
     return [run.scene for run in runs if isinstance(run, Run)]
 
 
-def _compared(exhibit: Exhibit, make: Callable | None) -> list:
+def _compared(exhibit: Exhibit, make: Callable = make_strategy) -> list:
     """The oracle on the layouts that the exhibit trains, with its faults planted on every rank."""
     scenes = _scenes(exhibit)
     layouts = [scene.layout for scene in scenes] or [ParallelConfig(dp=2)]
@@ -193,30 +195,4 @@ def _compared(exhibit: Exhibit, make: Callable | None) -> list:
         name = "tied" if tied and "tied" in known else next(iter(known))
         return {name: known[name]}
 
-    return compare(layouts, cases, steps=2, strategy=_Planted(exhibit.name, make))
-
-
-class _Planted:
-    """Makes strategies with an exhibit's faults planted until they are closed. By name, so that ranks can unpickle it.
-
-    make: of the strategy; None = minillm's own.
-    """
-
-    def __init__(self, name: str, make: Callable | None):
-        self.name, self.make = name, make
-
-    def __call__(self, group: Group, layout: ParallelConfig) -> Any:
-        from course.lab22_bug_museum.museum import exhibit
-        from minillm.train.strategies.hybrid import make_strategy
-
-        around = planted(exhibit(self.name).faults)
-        around.__enter__()
-        strategy = (self.make or make_strategy)(group, layout)
-        close = strategy.close
-
-        def close_and_restore() -> None:
-            close()
-            around.__exit__(None, None, None)
-
-        strategy.close = close_and_restore
-        return strategy
+    return compare(layouts, cases, steps=2, strategy=PlantedStrategy(exhibit.faults, make))

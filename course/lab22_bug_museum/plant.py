@@ -17,8 +17,8 @@ from pathlib import Path
 import minillm
 from course.lab22_bug_museum import museum
 from course.lab22_bug_museum.exhibit import Exhibit
-from course.lab22_bug_museum.patches import Patch, sound
 from course.lab22_bug_museum.training_runs import Record, Run, text
+from course.shared.faults.patches import Patch, sound
 from minillm.files import write_whole
 
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")

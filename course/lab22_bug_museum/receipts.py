@@ -6,8 +6,8 @@ from typing import Any
 
 from course.kit.receipts import Row, row, titled
 from course.lab22_bug_museum import museum
-from course.lab22_bug_museum.patches import code_hash
-from course.lab22_bug_museum.training_runs import Record
+from course.lab22_bug_museum.training_runs import Record, Run, together
+from course.shared.faults.patches import code_hash
 from course.shared.table import Table, table
 
 SHOWN = ("slow-with-clipping", "two-gpus-one-run", "utilisation")
@@ -15,8 +15,8 @@ SHOWN = ("slow-with-clipping", "two-gpus-one-run", "utilisation")
 
 def hall(kind: str = "") -> Table:
     """The exhibits, of one kind or of both."""
-    rows = [(its.name, its.title, its.kind) for its in museum.EXHIBITS.values() if kind in ("", its.kind)]
-    return table(f"{len(rows)} exhibits", ("name", "title", "kind"), rows)
+    rows = [(f"{its.name}: {its.title}", its.kind) for its in museum.EXHIBITS.values() if kind in ("", its.kind)]
+    return table(f"{len(rows)} exhibits", ("exhibit", "kind"), rows)
 
 
 @titled("silent bugs and their traces", open_rows=6)
@@ -49,6 +49,14 @@ def recorded(name: str) -> Any:
     """A run of the exhibit with its faults."""
     its = museum.exhibit(name)
     return its.run(its.faults, 1)
+
+
+@cache
+def trained() -> dict[str, Record]:
+    """The same of every exhibit that trains on two ranks, in one launch."""
+    exhibits = [its for its in museum.EXHIBITS.values() if isinstance(its.run, Run)]
+    records = together([(its.run, its.faults, 1) for its in exhibits])
+    return {its.name: record for its, record in zip(exhibits, records, strict=True)}
 
 
 CLAIMS = (every_bug_leaves_a_trace, factor_under_adam)

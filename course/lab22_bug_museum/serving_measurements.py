@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from course.kit.receipts import Row, row
 from course.lab22_bug_museum.exhibit import Measurement
-from course.lab22_bug_museum.patches import Patch
 from course.lab22_bug_museum.serving_runs import ENGINE, Served, Traffic, serve
+from course.shared.faults.patches import Patch
 from course.shared.table import Table, table
 
 STEPS_SHOWN = 24
@@ -34,6 +34,10 @@ def plausible(served: Served) -> list[Row]:
 
 def same_tokens(served: Served, name: str = "tokens that are not the naive loop's") -> Row:
     return row(name, 0, sum(served.wrong))
+
+
+def hit(served: Served, number: int, expected: int, name: str) -> Row:
+    return row(name, expected, served.hit[number])
 
 
 def same_answers_so_far(served: Served) -> Row:
@@ -200,33 +204,6 @@ def _gaps(title: str, change: Callable[[Traffic], Traffic]) -> Callable[[Served]
     return show
 
 
-def _admit_by_need(served: Served) -> Table:
-    """What an engineer tries on a copy of the server: another admission, and everything else as it is."""
-    short = Patch(
-        "minillm.serve.schedule.scheduler:Scheduler._admit",
-        {"self.pool.blocks_for(sequence.wanted(self.piece, skipped))": "self.pool.blocks_for(sequence.num_tokens)"},
-    )
-    others = [patch for patch in served.patches if patch.target != short.target]
-    again = serve(served.traffic, [*others, short])
-    rows = []
-    waiting: set[str] = set()
-    for record in again.records:
-        for name in record.admitted:
-            if name in waiting:
-                rows.append((str(record.step - 1), f"{name} again", _latest(again, record.step)))
-                waiting.discard(name)
-        for name in record.preempted:
-            rows.append((str(record.step - 1), f"{name} preempted", _latest(again, record.step)))
-            waiting.add(name)
-    heads = ("step", "what happened", "latest request admitted so far")
-    return table("the same requests, admitted as soon as their prompts fit", heads, rows[:STEPS_SHOWN])
-
-
-def _latest(served: Served, step: int) -> int:
-    names = [name for record in served.records if record.step <= step for name in record.admitted]
-    return max(int(name.partition("/")[0]) for name in names)
-
-
 def _stay(traffic: Traffic) -> Traffic:
     return replace(traffic, asked=tuple(replace(each, leaves=None) for each in traffic.asked))
 
@@ -249,19 +226,6 @@ def _alone(served: Served) -> Table:
     return table("each request with the engine to itself", heads, rows)
 
 
-def _acceptance(served: Served) -> Table:
-    rows = [
-        (str(number), output.drafted, output.accepted, output.accepted / max(1, output.drafted), output.passes)
-        for number, output in enumerate(served.outputs[:8])
-        if output is not None
-    ]
-    drafted = sum(output.drafted for output in served.outputs if output is not None)
-    accepted = sum(output.accepted for output in served.outputs if output is not None)
-    passes = sum(output.passes for output in served.outputs if output is not None)
-    rows.append(("all", drafted, accepted, accepted / max(1, drafted), passes))
-    return table("draft tokens", ("request", "drafted", "accepted", "rate", "passes"), rows)
-
-
 def _mean(values: list[int]) -> float:
     return sum(values) / max(1, len(values))
 
@@ -277,7 +241,6 @@ HOLDERS = Measurement(
 )
 SEATS = Measurement("scheduler-counts", 5, "sequences and steps that the scheduler counts at the end", _seats)
 ALONE = Measurement("one-at-a-time", 15, "each request again, with the engine to itself", _alone)
-ACCEPTANCE = Measurement("acceptance", 5, "draft tokens that were accepted", _acceptance)
 NO_CACHE = Measurement(
     "prefix-cache-off", 10, "the same requests without a prefix cache",
     _again("prefix_cache=False", lambda traffic: traffic.with_engine(prefix_cache=False)),
@@ -287,9 +250,6 @@ RECOMPUTE = Measurement(
     "recompute", 10, "the same requests, preempted sequences recomputed and not swapped",
     _again('preemption="recompute"', lambda traffic: traffic.with_engine(preemption="recompute", num_host_blocks=0)),
 )  # fmt: skip
-SMALL_RESERVE = Measurement(
-    "admit-by-need", 15, "who is preempted and who returns if prompts are admitted as soon as they fit", _admit_by_need
-)
 NO_CANCELS = Measurement("nobody-leaves", 10, "the same requests, and no client goes away", _patient)
 WHOLE_PROMPT_GAPS = Measurement(
     "whole-prompts", 10, "the same requests, each prompt in one piece",
@@ -298,10 +258,6 @@ WHOLE_PROMPT_GAPS = Measurement(
 BIG_POOL = Measurement(
     "large-pool", 10, "the same requests with 512 blocks",
     _again("num_blocks=512", lambda traffic: traffic.with_engine(num_blocks=512)),
-)  # fmt: skip
-WHOLE_PROMPTS = Measurement(
-    "whole-prompts", 10, "the same requests, each prompt in one piece",
-    _again("chunk=None, token_budget=1024", lambda traffic: traffic.with_engine(chunk=None, token_budget=1024)),
 )  # fmt: skip
 PIECES = Measurement(
     "prompts-in-pieces", 10, "the same requests without a cache, their prompts in pieces of 16 tokens",

@@ -19,7 +19,7 @@ from zlib import crc32
 
 import torch
 
-from course.lab22_bug_museum.patches import Patch, planted
+from course.shared.faults.patches import Patch, planted
 from course.shared.measuring import one_thread
 from minillm.model import ModelConfig, Transformer
 from minillm.model.draw import Draw, sample_seed

@@ -33,7 +33,7 @@ def ratios(record: Record) -> Table:
     return table(
         "gradients of the first step, beside one process's",
         ("parameter", "as a multiple", "relative difference"),
-        [(name, ratio, error or "none") for name, ratio, error in rows],
+        [(name, f"{ratio:.3f}", f"{error:.3f}" if error else "none") for name, ratio, error in rows],
     )
 
 

@@ -8,15 +8,18 @@ text are small enough for a run to take about a second.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from course.kit.receipts import Row, row
-from course.lab22_bug_museum.patches import Patch, planted
+from course.shared.faults.patches import Patch, planted
+from course.shared.faults.strategy import PlantedStrategy
 from minillm.comm import Group, launch
 from minillm.data import Tokens
 from minillm.equivalence import cases_of, compare
@@ -27,23 +30,24 @@ from minillm.train import TrainConfig, Trainer
 from minillm.train.fault_tolerance.replica_check import hashes
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.steptime import Step
-from minillm.train.strategies.hybrid import Hybrid, make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 from minillm.train.strategies.single_device import SingleDevice
 
+Job = tuple[Sequence[Patch], int]  # what is planted, and the seed
 HANGS_AFTER_S = 20.0
-SMALL = ModelConfig(64, 16, 32, 4, 4, 2, head_dim=4, max_seq_len=32)
+SMALL = ModelConfig(64, 16, 32, 2, 4, 2, head_dim=4, max_seq_len=32)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is trained. windows: per rank and microbatch; settings: of `TrainConfig`, by name."""
+    """What is trained. windows: per rank and microbatch; settings: of `TrainConfig`, (name, value)."""
 
     layout: ParallelConfig
     model: ModelConfig = SMALL
     steps: int = 6
     windows: int = 2
     seq_len: int = 16
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: tuple[tuple[str, Any], ...] = ()
 
     def config(self, seed: int) -> TrainConfig:
         """Of each rank."""
@@ -120,23 +124,35 @@ class Record:
 
 @dataclass(frozen=True)
 class Run:
-    """The `run` of an exhibit: (patches, seed) -> Record. `many` has one launch for all of its seeds."""
+    """The `run` of an exhibit: (patches, seed) -> Record. `many` has one launch for all that is to be run."""
 
     scene: Scene
 
     def __call__(self, patches: Sequence[Patch], seed: int) -> Record:
-        return self.many(patches, [seed])[0]
+        return self.many([(patches, seed)])[0]
 
-    def many(self, patches: Sequence[Patch], seeds: Sequence[int]) -> list[Record]:
-        """A record for each seed."""
-        texts = [text(seed) for seed in seeds]
-        runs = list(zip(seeds, texts, strict=True))
-        ranks = self.scene.layout.world_size
-        by_rank = launch(_on_rank, ranks, tuple(patches), self.scene, runs, timeout=HANGS_AFTER_S)
-        alone = [_record(SingleDevice(), self.scene.alone(seed), tokens) for seed, tokens in runs]
-        return [Record(self.scene, ranks, one) for *ranks, one in zip(*by_rank, alone, strict=True)]
+    def many(self, jobs: Sequence[Job]) -> list[Record]:
+        """A record for each job."""
+        return together([(self, *job) for job in jobs])
 
 
+def together(jobs: Sequence[tuple[Run, Sequence[Patch], int]]) -> list[Record]:
+    """A record for each (run, patches, seed), all of the same number of ranks, in one launch."""
+    work = [(tuple(patches), run.scene, seed, text(seed)) for run, patches, seed in jobs]
+    [ranks] = {scene.layout.world_size for _, scene, _, _ in work}
+    by_rank = launch(_on_rank, ranks, work, timeout=HANGS_AFTER_S)
+    return [
+        Record(scene, found, _alone(scene.alone(seed), seed))
+        for (_, scene, seed, _), *found in zip(work, *by_rank, strict=True)
+    ]
+
+
+@lru_cache(64)
+def _alone(config: TrainConfig, seed: int) -> RankRecord:
+    return _record(SingleDevice(), config, text(seed))
+
+
+@lru_cache(64)
 def text(seed: int, count: int = 4096, words: int = 64) -> Tokens:
     """A text in which the last word says a lot about the next one: a loss that falls within a few steps."""
     draw = np.random.default_rng(seed)
@@ -162,31 +178,12 @@ def oracle(layouts: Sequence[ParallelConfig], case: str = "") -> Callable[[Seque
     return rows
 
 
-@dataclass(frozen=True)
-class PlantedStrategy:
-    """Makes strategies as `make_strategy` does, with patches planted until they are closed."""
-
-    patches: tuple[Patch, ...]
-
-    def __call__(self, group: Group, layout: ParallelConfig) -> Hybrid:
-        around = planted(self.patches)
-        around.__enter__()
-        strategy = make_strategy(group, layout)
-        close = strategy.close
-
-        def close_and_restore() -> None:
-            close()
-            around.__exit__(None, None, None)
-
-        strategy.close = close_and_restore
-        return strategy
-
-
-def _on_rank(
-    group: Group, patches: Sequence[Patch], scene: Scene, runs: Sequence[tuple[int, Tokens]]
-) -> list[RankRecord]:
-    with planted(patches), make_strategy(group, scene.layout) as strategy:
-        return [_record(strategy, scene.config(seed), tokens) for seed, tokens in runs]
+def _on_rank(group: Group, work: Sequence[tuple[tuple[Patch, ...], Scene, int, Tokens]]) -> list[RankRecord]:
+    found = []
+    for (patches, layout), jobs in groupby(work, key=lambda job: (job[0], job[1].layout)):
+        with planted(patches), make_strategy(group, layout) as strategy:
+            found += [_record(strategy, scene.config(seed), tokens) for _, scene, seed, tokens in jobs]
+    return found
 
 
 def _record(strategy: SingleDevice, config: TrainConfig, tokens: Tokens) -> RankRecord:

@@ -11,8 +11,8 @@ import pytest
 from course.commands import museum as command
 from course.lab22_bug_museum import museum
 from course.lab22_bug_museum.game import WRONG_ACCUSATION, Case, failure_of, sentence, visit
-from course.lab22_bug_museum.patches import Patch, adopted, code_hash, planted, sound, sound_source
 from course.lab22_bug_museum.plant import PLANTABLE, plant, write_fault
+from course.shared.faults.patches import Patch, adopted, code_hash, planted, sound, sound_source
 
 TARGET = "minillm.data.sampler:ShardedSampler.indices"
 

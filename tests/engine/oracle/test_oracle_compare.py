@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from course.shared.faults.strategy import PlantedStrategy
+from course.shared.faults.training import MEAN_OF_MEANS
 from minillm.__main__ import run
 from minillm.equivalence import CASES, ParallelConfig, compare, oracle
 from minillm.train.strategies.hybrid import Hybrid, make_strategy
@@ -16,11 +18,6 @@ from minillm.train.strategies.single_device import SingleDevice
 class NotDivided(Hybrid):
     def loss_divisor(self, weight):
         return self.sum(weight)
-
-
-class MeanOfMeans(Hybrid):
-    def loss_divisor(self, weight):
-        return weight.clamp(min=1)
 
 
 class LastMicrobatchOnly(Hybrid):
@@ -38,7 +35,7 @@ class LocalNorm(Hybrid):
 
 def wrong(group, layout):
     """All of replicas, but for the norm, which is of ZeRO's shards; layout.zero says which."""
-    form = (NotDivided, LocalNorm, MeanOfMeans, LastMicrobatchOnly)[layout.zero]
+    form = (NotDivided, LocalNorm, PlantedStrategy((MEAN_OF_MEANS,)), LastMicrobatchOnly)[layout.zero]
     return form(group, replace(layout, zero=1 if form is LocalNorm else 0))
 
 

@@ -2,17 +2,11 @@
 
 import pytest
 
+from course.shared.faults import training as faults
+from course.shared.faults.strategy import PlantedStrategy
 from minillm.__main__ import run
 from minillm.equivalence import CONTEXT_CASES, ParallelConfig, compare
 from minillm.train.strategies.hybrid import Hybrid
-
-
-class OverDpOnly(Hybrid):
-    """Gradients are not added up over cp, as if ranks with the same rows had nothing to tell each other."""
-
-    def __init__(self, group, layout):
-        super().__init__(group, layout)
-        self.groups.replicas = self.groups.shard = self.groups.mesh.dp
 
 
 class PositionsFromZero(Hybrid):
@@ -26,19 +20,21 @@ class PositionsFromZero(Hybrid):
         return model
 
 
-class CountsOwnTokens(Hybrid):
-    """The mean over a rank's own tokens."""
-
-    def loss_divisor(self, weight):
-        return weight.clamp(min=1)
-
-
 class NoDocuments(Hybrid):
     def forward_backward(self, module, microbatches, *how):
         return super().forward_backward(module, [each._replace(documents=None) for each in microbatches], *how)
 
 
-@pytest.mark.parametrize("wrong", [OverDpOnly, PositionsFromZero, CountsOwnTokens, NoDocuments])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        PlantedStrategy((faults.CONTEXT_NOT_REDUCED,)),
+        PlantedStrategy((faults.MEAN_OF_MEANS,)),
+        PositionsFromZero,
+        NoDocuments,
+    ],
+    ids=["not reduced", "mean of means", "positions from zero", "no documents"],
+)
 def test_wrong_layouts_are_found(wrong):
     (row,) = compare(ParallelConfig(cp=2, pad=True), {"documents": CONTEXT_CASES["documents"]}, steps=1, strategy=wrong)
     assert not row.ok and row.worst_gradient > 1e-3

@@ -4,20 +4,14 @@ import json
 
 import pytest
 
+from course.shared.faults.strategy import PlantedStrategy
+from course.shared.faults.training import EXPERTS_DOUBLED
 from minillm.__main__ import run
 from minillm.equivalence import EXPERT_CASES, ParallelConfig, compare
 from minillm.model import ModelConfig
 from minillm.train.strategies.hybrid import Hybrid
 
-
-class DoublesExperts(Hybrid):
-    """Experts' gradients are averaged over the ranks that have the same experts alone."""
-
-    def finish_backward(self):
-        super().finish_backward()
-        for name, parameter in self.model.named_parameters():
-            if name in self._gradient_groups and parameter.grad is not None:
-                parameter.grad.mul_(self.layout.ep)
+DOUBLED = PlantedStrategy((EXPERTS_DOUBLED,))
 
 
 class MixesExperts(Hybrid):
@@ -28,15 +22,12 @@ class MixesExperts(Hybrid):
         return {}
 
 
-@pytest.mark.parametrize(
-    ("mistake", "ep"), [(DoublesExperts, 2), pytest.param(MixesExperts, 2, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("mistake", "ep"), [(DOUBLED, 2), pytest.param(MixesExperts, 2, marks=pytest.mark.full)])
 def test_usual_mistakes_are_found(mistake, ep):
-    """Gradients that are ep times too large: https://github.com/pytorch/pytorch/issues/160285."""
     cases = {"experts": EXPERT_CASES["experts"]}
     (row,) = compare(ParallelConfig(dp=ep, ep=ep), cases, steps=1, strategy=mistake)
     assert not row.ok and ".experts." in row.parameter and row.worst_gradient > 0.4
-    if mistake is DoublesExperts:
+    if mistake is DOUBLED:
         assert row.worst_gradient == pytest.approx(ep - 1)
 
 

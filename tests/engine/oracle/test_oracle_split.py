@@ -4,43 +4,24 @@ import json
 
 import pytest
 
+from course.shared.faults import training as faults
+from course.shared.faults.strategy import PlantedStrategy
 from minillm.__main__ import run
 from minillm.equivalence import SPLIT_CASES, ParallelConfig, compare
-from minillm.parallel.sharding.placement import global_norm
-from minillm.train.strategies.hybrid import Hybrid
-
-
-class CountsEverything(Hybrid):
-    """The norm counts what several ranks hold once for each of them."""
-
-    def grad_norm(self, parameters):
-        return global_norm(self.stepped.gradients_by_name(), None, self.group)
-
-
-class LeavesOut(Hybrid):
-    """The sums over tp and pp are missing."""
-
-    def finish_backward(self):
-        pass
-
-
-class DividesByMicrobatches(Hybrid):
-    def loss_divisor(self, weight):
-        return super().loss_divisor(weight) * self.layout.accumulate
 
 
 @pytest.mark.parametrize(
-    ("strategy", "layout", "parameter"),
+    ("fault", "layout", "parameter"),
     [
-        (CountsEverything, ParallelConfig(tp=2), None),
-        (CountsEverything, ParallelConfig(dp=2, zero=3, dp_replicate=2), None),
-        (LeavesOut, ParallelConfig(tp=2, sequence=True), "norm.weight"),
-        (LeavesOut, ParallelConfig(pp=2, accumulate=2), "embedding.weight"),
-        (DividesByMicrobatches, ParallelConfig(pp=2, accumulate=2), ""),
+        (faults.NORM_COUNTS_COPIES, ParallelConfig(tp=2), None),
+        (faults.NORM_COUNTS_COPIES, ParallelConfig(dp=2, zero=3, dp_replicate=2), None),
+        (faults.NORMS_NOT_SUMMED, ParallelConfig(tp=2, sequence=True), "norm.weight"),
+        (faults.TIED_NOT_SUMMED, ParallelConfig(pp=2, accumulate=2), "embedding.weight"),
+        (faults.MICROBATCHES_SUMMED, ParallelConfig(pp=2, accumulate=2), ""),
     ],
 )
-def test_wrong_splits_are_found(strategy, layout, parameter):
-    (row,) = compare(layout, {"tied": SPLIT_CASES["tied"]}, steps=1, strategy=strategy)
+def test_wrong_splits_are_found(fault, layout, parameter):
+    (row,) = compare(layout, {"tied": SPLIT_CASES["tied"]}, steps=1, strategy=PlantedStrategy((fault,)))
     assert not row.ok
     if parameter is None:
         assert row.worst_gradient < 1e-10 and row.grad_norm > 1e-3

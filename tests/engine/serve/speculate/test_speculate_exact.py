@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from course.shared.enumeration import Script, outcomes
+from course.shared.faults.verification import first_unverified, reseeded
 from minillm.serve import SamplingParams
 from minillm.serve.speculate import Draft, DraftModel, DraftRequest, verify
 from minillm.serve.speculate.verify import acceptance, choose, distribution, residual, uniform, verify_greedy
@@ -151,22 +152,6 @@ def greedy_as_sampled(target, draft, draw):
     return verify(target, draft, draw)
 
 
-def unchecked_first(target, draft, draw):
-    rest = Draft(draft.tokens[1:], draft.probabilities[1:])
-    return [draft.tokens[0], *verify(target[1:], rest, draw)]
-
-
-def reseeding(target, draft, draw):
-    accepted = []
-    for place, token in enumerate(draft.tokens):
-        p, q = target[place], draft.probabilities[place]
-        draw.manual_seed(0)
-        if not uniform(draw) < acceptance(p, q, token):
-            return [*accepted, choose(residual(p, q, token), draw)]
-        accepted.append(token)
-    return [*accepted, choose(target[-1], draw)]
-
-
 def likeliest_with_probabilities(params, k, draw):
     tokens, rows = [], []
     for _ in range(k):
@@ -190,8 +175,8 @@ def drawn_but_q_is_one(params, k, draw):
     [
         (greedy_as_sampled, likeliest_with_probabilities),
         (verify, before_top_k),
-        (unchecked_first, drawn),
-        (reseeding, drawn),
+        (first_unverified, drawn),
+        (reseeded, drawn),
     ],
     ids=["greedy as sampled", "before top-k", "first unchecked", "re-seeded"],
 )

@@ -57,6 +57,27 @@ class Patch:
         return Patch(self.target, code, self.also)
 
 
+@dataclass(frozen=True)
+class Fault(Patch):
+    """A patch that plants a defect which shipped somewhere.
+
+    place, mechanism: what is wrong and where, in half a sentence each. shipped: owner/repository#number, or an address.
+    """
+
+    place: str = ""
+    mechanism: str = ""
+    shipped: tuple[str, ...] = ()
+
+    @property
+    def threads(self) -> list[str]:
+        """Where it shipped, as links. GitHub leads from an issue's address to a pull request of that number."""
+        parts = [thread.partition("#") for thread in self.shipped]
+        return [
+            f"https://github.com/{where}/issues/{number}" if number else f"https://{where}"
+            for where, _, number in parts
+        ]
+
+
 @contextlib.contextmanager
 def planted(patches: Iterable[Patch]) -> Iterator[None]:
     """The patches' code runs inside the block; afterwards minillm's own does again, whatever happened."""
@@ -105,7 +126,7 @@ def edited(target: str, edits: Edits) -> str:
 def _compiled(target: str, edits: tuple[tuple[str, str], ...]) -> Any:
     source = edited(target, dict(edits))
     digest = hashlib.sha1(source.encode()).hexdigest()[:8]
-    file = f"<{target} in the museum, {digest}>"
+    file = f"<{target} with an edit, {digest}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
     made: dict[str, Any] = {}
     exec(compile(source, file, "exec"), vars(sys.modules[_module(target)]), made)
