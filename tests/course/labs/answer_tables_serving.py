@@ -148,8 +148,8 @@ COMPUTED = {
     "eight_on_24gb": {
         "weights": 2 * EIGHT.parameters, "room": ROOM24, "tokens": ROOM24 / EIGHT.kv_bytes,
         "sequences": ROOM24 // EIGHT.kv_bytes // 4096, "long": ROOM24 / EIGHT.kv_bytes / 8192, "kv": EIGHT.kv_bytes,
-        "four": (ROOM24 + 1.5 * EIGHT.parameters) / EIGHT.kv_bytes, "single": 2e3 * EIGHT.parameters / 300e9,
-        "single4": 0.5e3 * EIGHT.parameters / 300e9,
+        "four": (ROOM24 + (2 - 4.5 / 8) * EIGHT.parameters) / EIGHT.kv_bytes, "single": 2e3 * EIGHT.parameters / 300e9,
+        "single4": 4.5 / 8 * 1e3 * EIGHT.parameters / 300e9,
     },
     "rag_32k": {
         "cached": 32000 * SEVENTY.kv_bytes, "flops": PROMPT, "ttft": LONG.first(), "share": SCORES / PROMPT,
@@ -198,7 +198,7 @@ COMPUTED = {
 
 LITERAL = {
     "chat_70b": [0.8, 60, 80, 0.9, 2 * 70e9, 300 * 0.05, 8],
-    "eight_on_24gb": [8192, 2 * 8e9, 24, 2, 8, 32, (24 - 3) * 0.95 * 1e9],
+    "eight_on_24gb": [4.5, 8192, 2 * 8e9, 24, 2, 8, 32, (24 - 3) * 0.95 * 1e9],
     "rag_32k": [64, 80, 2, 128, SEVENTY.kv_bytes],
     "offline_batch": [20],
     "many_adapters": [32, 7, 2, 1024, 16],
