@@ -260,7 +260,8 @@ mistake(
         "order = flat.argsort(stable=True)": "dispatch.order = order = flat.argsort(stable=True)",
         "(0, order, rows)": "(0, dispatch.order, rows)",
     },
-    says="combine took the order of the last dispatch. Several microbatches are on their way at a time: use the order that is handed in.",
+    says="combine took the order of the last dispatch. Several microbatches are on their way at a time: use the order "
+    "that is handed in.",
 )
 mistake(
     "sort-by-expert",

@@ -474,8 +474,8 @@ receipts.few_tokens()
 # - *Unbalanced tokens*: the layer takes max / mean times as long (measured above).
 # - *Slow links*: on the emulated link above rows travelled 160 ms for 20 ms of work. Bytes do not fall with $N$ either:
 #   a rank sends $(N-1)/N$ of its rows however many ranks there are.
-# - *Small messages*: a decode step's all-to-all is $N-1$ messages per rank, twice per layer (51 to 229 KB each in question A
-#   below): their number costs more than their bytes.
+# - *Small messages*: a decode step's all-to-all is $N-1$ messages per rank, twice per layer (in question A below 229 kB
+#   each at ep 32, 29 kB at ep 256): their number costs more than their bytes.
 #
 # ## The same in production
 #

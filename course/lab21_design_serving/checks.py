@@ -22,7 +22,7 @@ from minillm.predict.serving import queueing
 def check_sequences(learner: Any) -> list[Row]:
     rows = []
     for tp, kv_heads in ((1, 8), (4, 8), (16, 8), (2, random.choice((4, 16, 32)))):
-        layers, head_dim = random.choice((32, 80)), 128 if kv_heads == 8 else random.choice((64, 96, 256))
+        layers, head_dim = random.choice((32, 80)), 128 if tp != 2 else 96
         memory, context = random.randint(60, 130) * 10**9, random.choice((2048, 8192))
         parameters = random.randint(7, 29) * 10**9
         used, expected = 2 * parameters / tp, 0
