@@ -326,7 +326,7 @@ show(figures.all_layouts)
 # Give a layout for this problem that fits and takes at most 1.15 times as long as the planner's best. You may use
 # `experiments_plan.judge(layout)`, which says what it holds and how long it takes, and the fields of `Layout`:
 # dp, zero, tp, cp, pp, chunks (interleaved stages per rank), micro_batch, microbatches, and recompute ("none", "light",
-# "full"). Resist printing the planner's answer first. The check also runs small copies of your layout, with two
+# "full"). The check also runs small copies of your layout, with two
 # ranks on one or two of its axes at a time, and compares every gradient with one process.
 
 
@@ -374,9 +374,6 @@ receipts.published_table()
 # Why does a model of 1.7B on single GPUs reach less of the peak than one of 1T, which has every kind of communication?
 # In 2021 attention wrote its scores to memory and read them back for each step of the softmax. That traffic grows with
 # the hidden size, matrix products with its square: it is 29 % of the small model's time and 2 % of the large one's.
-#
-# There is more than one good answer: on 992 A100s, OPT-175B combined tensor parallelism with fully sharded data
-# parallelism and had no pipeline ([Zhang et al. 2022](https://arxiv.org/abs/2205.01068), §2.4).
 #
 # ## Break it
 #
@@ -469,8 +466,6 @@ receipts.simple_wins(runs)
 #
 # ## Choosing, in order
 #
-# Flowcharts often begin with "does the model fit on one GPU?" and then add axis after axis. Ask instead:
-#
 # 1. Compute states and activations, not weights. If they fit, use data parallelism alone.
 # 2. If states do not fit, shard them (ZeRO 1 costs no extra bytes, ZeRO 3 half as many again), as long as each rank has
 #    a sequence and the bytes hide behind its work.
@@ -490,12 +485,6 @@ receipts.simple_wins(runs)
 # | [DeepSpeed](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/pipe/topology.py) | `PipeModelDataParallelTopology(num_pp, num_mp, num_dp)` | model, data, pipe |
 # | [accelerate](https://huggingface.co/blog/accelerate-nd-parallel) | `ParallelismConfig(dp_replicate_size=, dp_shard_size=, cp_size=, tp_size=)` | tp, cp, dp_shard, dp_replicate |
 #
-# torch's mesh is what `Mesh` is made of, so the four meshes of exercise 1 were its own. This is how it prints one:
-
-# %%
-print(experiments.meshes()[0][str(experiments.MESHES[0])]["text"])
-
-# %% [markdown]
 # ## On a cluster
 #
 # `labs/torchrun/09_four_dimensions.py` makes the groups and a hybrid step on any number of processes. After solving it:
@@ -507,8 +496,6 @@ print(experiments.meshes()[0][str(experiments.MESHES[0])]["text"])
 #     python -m minillm scaling --figure scaling.png
 #
 # ## Design questions
-#
-# Work each one out on paper, then run the cell below it.
 #
 # **A. 405B parameters on 16,384 H100s (80 GB, eight to a node, 50 GB/s between nodes), 2,048 sequences of 8,192 tokens
 # per step. Which axes, how large, in which order?**
@@ -552,8 +539,6 @@ receipts.design_13b()
 # `minillm.predict.planner` and name the two measurements that you would make first.
 #
 # ## Interview corner
-#
-# Say your answer aloud before you open one.
 #
 # **1. How do you get a rank's tensor-parallel group from its number?**
 # <details><summary>Answer</summary>
