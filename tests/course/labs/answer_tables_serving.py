@@ -120,6 +120,12 @@ def regular_wait(load: float) -> float:
     return s / (1 - s)
 
 
+def chat_gpus(prompt: int, output: int) -> int:
+    """For 200 requests per second with a fifth of headroom, whole nodes."""
+    way = best(SEVENTY, prompt, output, 0.05)
+    return 8 * math.ceil(200 * output / way.node_speed(way.most(0.05)) / 0.8)
+
+
 CHAT = best(SEVENTY, 1000, 300, 0.05)
 SERVED = CHAT.most(0.05)
 SPEED = CHAT.node_speed(SERVED)
@@ -144,6 +150,7 @@ COMPUTED = {
         "inside": 200 * (CHAT.first() + 300 * CHAT.gap(SERVED)), "weights": 2 * SEVENTY.parameters / CHAT.tp,
         "cache": SERVED * CHAT.held(), "sequences": SERVED, "ttft": 1e3 * CHAT.first(), "tpot": 1e3 * CHAT.gap(SERVED),
         "kv": SEVENTY.kv_bytes, "single": 2 * MEMORY / (2 * SEVENTY.parameters),
+        "prompts": chat_gpus(2000, 300), "answers": chat_gpus(1000, 600),
     },
     "eight_on_24gb": {
         "weights": 2 * EIGHT.parameters, "room": ROOM24, "tokens": ROOM24 / EIGHT.kv_bytes,
