@@ -40,7 +40,6 @@ def check_reduce_scatter(learner: Callable) -> Receipt:
             if not torch.equal(trial.result.flatten(), total[rank]):
                 said = say_sum(trial.result.flatten(), case.inputs, rank, case.world_size)
                 raise CheckFailed(f"{judge.who(rank, case)} returned a wrong chunk: {said}")
-            judge.left_alone(rank, case, trial)
     refuse_ready_made(trials)
     advice = "in each round send one chunk, not the whole tensor"
     rows = judge.byte_rows(cases, trials, comms.ring_reduce_scatter, advice)
@@ -68,7 +67,6 @@ def check_all_gather(learner: Callable) -> Receipt:
             if not torch.equal(trial.result.flatten(), wanted):
                 said = say_parts(trial.result, case.inputs, known)
                 raise CheckFailed(f"{judge.who(rank, case)} gathered wrongly: {said}, not rank {said[6]}'s tensor")
-            judge.left_alone(rank, case, trial)
     refuse_ready_made(trials)
     advice = "pass on only the chunk that came last, not everything you have"
     rows = judge.byte_rows(cases, trials, _gathered(comms.ring_all_gather), advice)
@@ -185,7 +183,6 @@ def check_all_to_all(learner: Callable) -> Receipt:
             if not torch.equal(trial.result.flatten(), torch.cat(wanted)):
                 said = say_parts(trial.result, wanted, known)
                 raise CheckFailed(f"{name} holds the wrong parts: {said}; place i is for part {rank} of rank i")
-            judge.left_alone(rank, case, trial)
     refuse_ready_made(trials)
     rows = judge.byte_rows(cases, trials, comms.pairwise_all_to_all, "send each rank only the part that is for it")
     return receipt("all-to-all: P(N-1)/N bytes per rank", [*rows, *judge.message_rows(cases, trials)])
@@ -212,6 +209,7 @@ def check_culprit(learner: Callable) -> list[Row]:
         "the lowest rank has finished": ({low: [], b: [a], c: [a], a: []}, a),
         "the highest rank has finished": ({high: [], b: [a], c: [a], a: []}, a),
         "a circle of sends": ({a: [b], b: [c], c: [d], d: [a]}, None),
+        "a circle, and a rank that has finished": ({low: [], a: [b], b: [c], c: [a]}, None),
     }
     rows = []
     for name, (table, answer) in tables.items():

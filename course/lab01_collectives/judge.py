@@ -37,21 +37,14 @@ def draw_cases(
 def draw_larger(
     arguments: tuple[Any, ...] = (), worlds: Sequence[int] = LARGER, divisible: bool = True
 ) -> list[CollectiveCall]:
-    """One case more, in float64, of a number of ranks that no receipt shows: judged, but without rows."""
+    """One case more of a number of ranks that no receipt shows: judged, but without rows. In float64, with fractions
+    that float32 would lose and that sums of so few keep."""
     (case,) = draw_cases(arguments, (random.choice(worlds),), divisible)
-    return [CollectiveCall([x.double() for x in case.inputs], arguments)]
+    return [CollectiveCall([x.double() + x.flip(0).double() / 2**20 for x in case.inputs], arguments)]
 
 
 def who(rank: int, case: CollectiveCall) -> str:
     return f"rank {rank} of {case.world_size}"
-
-
-def left_alone(rank: int, case: CollectiveCall, trial: Trial) -> None:
-    """CheckFailed if the input was changed."""
-    if not torch.equal(trial.after, case.inputs[rank]):
-        raise CheckFailed(
-            f"{who(rank, case)} changed its input x: work on a copy (x.clone()), the caller still needs x"
-        )
 
 
 def in_place(
@@ -60,13 +53,17 @@ def in_place(
     """CheckFailed unless x became `wanted` (up to rounding) and was returned; `say` names the mistake behind x."""
     if trial.result is not None:
         expect_like(name, trial.result, wanted, "x itself")
-    if not torch.allclose(trial.after, wanted, rtol=1e-6):
-        if trial.result is not None and torch.allclose(trial.result.view_as(wanted), wanted, rtol=1e-6):
+    if not _close(trial.after, wanted):
+        if trial.result is not None and _close(trial.result.view_as(wanted), wanted):
             raise CheckFailed(f"{name} returned the right values but did not write them into x (x.copy_ does)")
         changed = "wrong values in x" if not torch.equal(trial.after, before) else "x unchanged"
         raise CheckFailed(f"{name} ended with {changed}: {say(trial.after)}")
     if trial.result is None:
         raise CheckFailed(f"{name} returned nothing (None): return x as well")
+
+
+def _close(x: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.allclose(x, wanted, rtol=1e-6 if wanted.dtype == torch.float32 else 1e-12)
 
 
 def say_all_reduce(case: CollectiveCall, x: torch.Tensor) -> str:
@@ -223,7 +220,8 @@ def message_rows(cases: Sequence[CollectiveCall], trials: Sequence[Sequence[Tria
 def say_culprit(name: str, table: dict[int, list[int]], found: Any, answer: int | None) -> str:
     """Why `found` is not the rank that holds up the others."""
     if answer is None:
-        return f"in {name}, {table}, everybody waits for somebody: no single rank is to blame, return None, not {found}"
+        said = "the ranks that wait do so in a circle: no single rank is to blame, return None, not"
+        return f"in {name}, {table}, {said} {found}"
     if found is None:
         return f"in {name}, {table}, rank {answer} is waited for and waits for nobody: that is the one, not None"
     if isinstance(found, bool) or not isinstance(found, int) or found not in table:

@@ -130,6 +130,17 @@ mistake(
 )
 
 
+mistake(
+    "ring-reduce-scatter",
+    "float32-on-the-wire",
+    {
+        "torch.empty_like(chunks[0])": "torch.empty(chunks[0].numel())",
+        "send=(chunks[(r - s - 1) % n],": "send=(chunks[(r - s - 1) % n].float(),",
+    },
+    expect="returned a wrong chunk",
+)
+
+
 @alternative("ring-reduce-scatter", "half-of-each-chunk-each-way")
 def both_directions(x, group):
     n, r = group.world_size, group.rank
@@ -204,6 +215,32 @@ mistake(
 )
 
 
+@mistake("ring-all-gather", "float32-on-the-wire", expect=r"rank \d of [678] gathered wrongly")
+def passes_float32_on(x, group):
+    n, r = group.world_size, group.rank
+    out = x.new_empty(n * x.numel())
+    out.chunk(n)[r].copy_(x)
+    travelling = x.float()
+    for s in range(n - 1):
+        arriving = torch.empty(x.numel())
+        group.exchange(send=(travelling, (r + 1) % n), recv=(arriving, (r - 1) % n))
+        out.chunk(n)[(r - s - 1) % n].copy_(arriving)
+        travelling = arriving
+    return out
+
+
+@alternative("ring-all-gather", "both-ways")
+def two_half_rings(x, group):
+    n, r = group.world_size, group.rank
+    parts = {r: x}
+    for way, rounds in ((1, n // 2), (-1, (n - 1) // 2)):
+        for s in range(rounds):
+            arriving = torch.empty_like(x)
+            group.exchange(send=(parts[(r - way * s) % n], (r + way) % n), recv=(arriving, (r - way) % n))
+            parts[(r - way * (s + 1)) % n] = arriving
+    return torch.cat([parts[rank] for rank in range(n)])
+
+
 @alternative("ring-all-gather", "taking-turns-leftwards")
 def odd_ranks_receive_first(x, group):
     n, r = group.world_size, group.rank
@@ -258,6 +295,12 @@ mistake(
         "all_gather(mine, group)": "mine",
     },
     expect="times as many: reduce-scatter first",
+)
+mistake(
+    "ring-all-reduce",
+    "sums-in-float32",
+    {"reduce_scatter(x, group)": "reduce_scatter(x.float(), group)"},
+    expect=r"rank \d of [678] ended with wrong values",
 )
 mistake(
     "ring-all-reduce",

@@ -96,6 +96,20 @@ mistake(
 mistake("tree-broadcast", "returns-nothing", {"return x": "return"}, expect=r"returned nothing \(None\)")
 
 
+mistake(
+    "tree-broadcast",
+    "float32-on-the-wire",
+    {
+        "group.send(x, (group": "group.send(x.float(), (group",
+        "group.recv(x, (group.rank - distance) % n)": (
+            "buffer = torch.empty(x.shape)\n            group.recv(buffer, (group.rank - distance) % n)\n"
+            "            x.copy_(buffer)"
+        ),
+    },
+    expect=r"rank \d of (9|10) with root=0 ended with wrong values",
+)
+
+
 @alternative("tree-broadcast", "halving")
 def far_ranks_first(x, group, root=0):
     n, place = group.world_size, (group.rank - root) % group.world_size
@@ -219,6 +233,16 @@ mistake(
 )
 
 
+@mistake("all-to-all", "float32-on-the-wire", expect=r"rank \d of [678] holds the wrong parts")
+def sends_float32(x, group):
+    n, r = group.world_size, group.rank
+    outgoing, parts = x.chunk(n), {r: x.chunk(n)[r].float()}
+    for s in range(1, n):
+        parts[(r - s) % n] = torch.empty(outgoing[0].numel())
+        group.exchange(send=(outgoing[(r + s) % n].float(), (r + s) % n), recv=(parts[(r - s) % n], (r - s) % n))
+    return torch.cat([parts[rank] for rank in range(n)]).to(x.dtype)
+
+
 @alternative("all-to-all", "all-at-once")
 def posts_everything_at_once(x, group):
     n, r = group.world_size, group.rank
@@ -253,9 +277,7 @@ def blames_the_popular_one(waits_for):
 mistake(
     "find-the-culprit", "first-idle-rank", {" and rank in awaited": ""}, expect="has finished and nobody waits for it"
 )
-mistake(
-    "find-the-culprit", "never-none", {"return None": "return min(waits_for)"}, expect="everybody waits for somebody"
-)
+mistake("find-the-culprit", "never-none", {"return None": "return min(waits_for)"}, expect="do so in a circle")
 
 
 @mistake("find-the-culprit", "last-arrow-only", expect="the same, the other way round.*not None")
@@ -285,6 +307,12 @@ mistake(
     "first-arrow-only",
     {"for rank in others}": "for rank in others[:1]}"},
     expect="for nobody: that is the one, not None|finished and nobody",
+)
+mistake(
+    "find-the-culprit",
+    "an-idle-rank-otherwise",
+    {"return None": "return next((rank for rank, others in waits_for.items() if not others), None)"},
+    expect="in a circle, and a rank that has finished, .* do so in a circle",
 )
 mistake("find-the-culprit", "a-list", {"return rank": "return [rank]"}, expect="which is none of the ranks")
 

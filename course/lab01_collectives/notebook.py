@@ -74,9 +74,9 @@ guess_mb = 8.0 * 3  # your guess: to each of the other three ranks, the whole te
 # group.exchange(send=(x, dst), recv=(buffer, src))   # both at once
 # ```
 #
-# `group.rank` is this rank's number, `group.world_size` the number of ranks. Every check runs your function on groups of 1,
-# 2, 3, 4 and 5 real ranks (the tree also on 7, the two levels on 6) and looks at the values, at the messages that carried
-# them and at their bytes.
+# `group.rank` is this rank's number, `group.world_size` the number of ranks. Every check runs your function on groups of 1
+# to 5 real ranks and on a larger one, whose size is drawn (the two levels on 6 ranks), and looks at the values, at the
+# messages that carried them and at their bytes.
 #
 # ### 1. Ring reduce-scatter (15 minutes)
 #

@@ -110,7 +110,7 @@ def leaving_a_node(nodes: int = 8, per_node: int = 8) -> Receipt:
             formula("    through the busiest network card", max(two.inter.sent_per_rank) / payload),
             formula("    rounds, of which cross between nodes", (two.total.rounds, two.inter.rounds)),
         ],
-        show="two levels",
+        open_rows=6,
     )
 
 

@@ -16,8 +16,6 @@ from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.shared.diagnose import expect_tensor
 
-HIDDEN = 3
-
 
 @exercise(
     "top-k-router",
@@ -59,7 +57,7 @@ def _routings() -> list[tuple[str, Tensor, int, Tensor | None]]:
         ("top 2 of 6 with a bias", draw(40, 6), 2, 0.6 * draw(6)),
         ("top 3 of 40, scores that tie", even, 3, None),
         ("top 1 of 256, one a little higher", nearly, 1, None),
-        ("top 2 of 5, logits of hundreds", 400 * draw(6, 5), 2, None),
+        ("top 2 of 5, logits of hundreds", 800 + (128 * draw(6, 5)).round() / 64, 2, None),  # float32 has them exactly
         ("top 2 of 8, bfloat16 logits", (0.5 * draw(16, 8)).bfloat16(), 2, None),
     ]
 
@@ -157,7 +155,8 @@ def check_sorting(learner: tuple[Callable, Callable]) -> Receipt:
 
 def _judge_sorting(name: str, dispatch: Callable, combine: Callable, experts: Tensor, num_experts: int) -> int:
     tokens, k = experts.shape
-    x, matrices = torch.randn(tokens, HIDDEN).double(), torch.randn(num_experts, HIDDEN, HIDDEN).double()
+    hidden = random.choice((2, 4, 5))
+    x, matrices = torch.randn(tokens, hidden).double(), torch.randn(num_experts, hidden, hidden).double()
     weights = torch.rand(tokens, k, dtype=torch.float64)
     leaves = [x.requires_grad_(), weights.requires_grad_()]
     found = dispatch(x, experts.clone(), num_experts)
@@ -167,12 +166,10 @@ def _judge_sorting(name: str, dispatch: Callable, combine: Callable, experts: Te
         )
     rows, order, counts = found
     _judge_dispatch(name, rows, order, counts, experts, x, num_experts)
+    dispatch(torch.zeros_like(x), experts.flip(0), num_experts)  # another microbatch, before this one comes back
     parts = rows.split([int(count) for count in counts])
     answers = torch.cat([torch.tanh(part @ matrix) for part, matrix in zip(parts, matrices, strict=True)])
-    before = answers.detach().clone()
     out = combine(answers, order, weights)
-    if not torch.equal(answers, before):
-        raise CheckFailed(f"{name}: combine changed the rows that it was given")
     right = torch.stack(
         [
             sum(w * torch.tanh(x[token] @ matrices[e]) for w, e in zip(weights[token], own, strict=True))

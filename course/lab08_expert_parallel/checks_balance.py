@@ -26,14 +26,17 @@ from minillm.predict.training import moe
 )
 def check_capacity(learner: Callable) -> Receipt:
     rows = []
-    for tokens, num_experts, k, factor in ((16, 4, 1, 1.0), (12, 4, 2, 1.0), (30, 5, 3, 0.75), (6, 3, 2, 4.0)):
+    for tokens, num_experts, k, factor in (
+        (16, 4, 1, 1.0),
+        (12, 4, 2, 1.0),
+        (30, 5, 3, 0.75),
+        (6, 3, 2, 4.0),
+        (420, 2, 1, 1.4),
+    ):
         experts = (torch.rand(tokens, num_experts) * torch.linspace(1, 2, num_experts)).argsort(1)[:, -k:].contiguous()
         capacity = moe.capacity(tokens, k, num_experts, factor)
-        given = experts.clone()
-        found = learner(given, num_experts, capacity)
+        found = learner(experts, num_experts, capacity)
         name = f"{tokens} tokens, top {k} of {num_experts}, {capacity} places each"
-        if not torch.equal(given, experts):
-            raise CheckFailed(f"{name}: you changed the tensor you were given; return a new one")
         expect_tensor(f"{name}: what you returned", found, experts.shape)
         if found.dtype.is_floating_point or found.dtype == torch.bool:
             raise CheckFailed(

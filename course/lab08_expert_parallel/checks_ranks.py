@@ -50,6 +50,7 @@ def check_exchange(learner: tuple[Callable, Callable]) -> Receipt:
         _case(3, 6, [5, 0, 7], "random"),
         _case(4, 4, [3, 5, 2, 4], "one expert"),
         _case(1, 3, [4], "random"),
+        _case(2, 4, [6, 3], "random", hidden=random.choice((3, 5, 7)), dtype=torch.float64),
     ]
     ranks = run(run_exchange, RANKS, learner, cases)
     rows = []
@@ -62,14 +63,25 @@ def check_exchange(learner: tuple[Callable, Callable]) -> Receipt:
     return receipt("rows to their experts and back", rows)
 
 
-def _case(n: int, num_experts: int, sizes: Sequence[int], routing: str) -> Rows:
+def _case(
+    n: int,
+    num_experts: int,
+    sizes: Sequence[int],
+    routing: str,
+    hidden: int = HIDDEN,
+    dtype: torch.dtype = torch.float32,
+) -> Rows:
+    """Rows of whole numbers; in float64 with fractions that float32 would lose."""
     draw = torch.Generator().manual_seed(random.randrange(2**32))
     chosen = []
     for size in sizes:
         every = range(num_experts)
         ids = random.choices(every, k=size) if routing == "random" else [num_experts // 2] * size
         chosen.append(sorted([place % num_experts for place in range(size)] if routing == "each as often" else ids))
-    return Rows(num_experts, chosen, [whole_numbers(draw, size, HIDDEN) for size in sizes])
+    values = [whole_numbers(draw, size, hidden).to(dtype) for size in sizes]
+    if dtype == torch.float64:
+        values = [each + each.flip(0) / 2**20 for each in values]
+    return Rows(num_experts, chosen, values)
 
 
 def _judge_exchange(case: Rows, found: Sequence[ExchangeRecord]) -> list:
@@ -84,7 +96,7 @@ def _judge_exchange(case: Rows, found: Sequence[ExchangeRecord]) -> list:
             for place, chosen in enumerate(ids)
             if chosen == expert
         ]
-        right = torch.stack(picked) if picked else torch.zeros(0, HIDDEN)
+        right = torch.stack(picked) if picked else case.values[rank][:0]
         loads = [sum(ids.count(expert) for ids in case.chosen) for expert in own]
         if did.counts is None:
             raise CheckFailed(
@@ -94,7 +106,7 @@ def _judge_exchange(case: Rows, found: Sequence[ExchangeRecord]) -> list:
         if torch.as_tensor(did.counts).tolist() != loads:
             raise CheckFailed(f"{name}: its experts have {loads} rows, your counts say otherwise", evidence=evidence)
     for rank, did in enumerate(found):
-        ids = torch.tensor(case.chosen[rank], dtype=torch.float32)
+        ids = torch.tensor(case.chosen[rank], dtype=case.values[rank].dtype)
         right = case.values[rank] + 1e5 * ids[:, None]
         _expect(
             f"rank {rank} of {n}: from_experts", did.home, right, evidence, "its own rows, in the order it had them"
@@ -105,8 +117,9 @@ def _judge_exchange(case: Rows, found: Sequence[ExchangeRecord]) -> list:
 def _expect(name: str, mine: Any, right: Tensor, evidence: list, asked: str) -> None:
     if not isinstance(mine, Tensor):
         raise CheckFailed(f"{name} gave a {type(mine).__name__}; the exercise asks for {asked}")
-    if mine.shape != right.shape:
-        raise CheckFailed(f"{name} gave {list(mine.shape)}, where {list(right.shape)} belong", evidence=evidence)
+    if mine.shape != right.shape or mine.dtype != right.dtype:
+        kinds = [f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in (mine, right)]
+        raise CheckFailed(f"{name} gave {kinds[0]}, where {kinds[1]} belong", evidence=evidence)
     if not torch.equal(mine, right):
         held = sorted(mine.tolist()) == sorted(right.tolist())
         what = "the right rows in a wrong order" if held else "rows that are not those"
@@ -118,7 +131,8 @@ def _plain(found: Any) -> Any:
 
 
 def _judge_bytes(case: Rows, found: Sequence[ExchangeRecord]) -> list:
-    n, each, row_bytes = case.world_size, case.num_experts // case.world_size, 4 * HIDDEN
+    n, each, values = case.world_size, case.num_experts // case.world_size, case.values[0]
+    row_bytes = values.element_size() * values.shape[1]
     table = [[sum(expert // each == to for expert in ids) for to in range(n)] for ids in case.chosen]
     there = moe.all_to_all(table, row_bytes).sent_per_rank
     back = moe.all_to_all(list(map(list, zip(*table, strict=True))), row_bytes).sent_per_rank

@@ -110,6 +110,13 @@ mistake(
 )
 
 
+alternative(
+    "top-k-router",
+    "float32 whatever comes",
+    {"logits.to(torch.promote_types(logits.dtype, torch.float32))": "logits.float()"},
+)
+
+
 @alternative("top-k-router", "softmax over the chosen logits")
 def softmax_of_chosen(logits, k, bias=None):
     """What Mixtral's code does: normalised over the chosen, a softmax over all is one over them."""
@@ -245,6 +252,22 @@ mistake(
     "counts without the last experts",
     {", minlength=num_experts": ""},
     expect="counts are .* one per expert",
+)
+mistake(
+    "sort-by-expert",
+    "the order of the last call",
+    {
+        "order = flat.argsort(stable=True)": "dispatch.order = order = flat.argsort(stable=True)",
+        "(0, order, rows)": "(0, dispatch.order, rows)",
+    },
+    says="combine took the order of the last dispatch. Several microbatches are on their way at a time: use the order "
+    "that is handed in.",
+)
+mistake(
+    "sort-by-expert",
+    "hidden as a number",
+    {".unflatten(0, weights.shape)": ".view(*weights.shape, 3)"},
+    expect="invalid for input",
 )
 alternative("sort-by-expert", "expert by expert, added by index")((_expert_by_expert, _index_add))
 alternative("sort-by-expert", "repeated rows, the inverse permutation")((_repeated, _by_inverse))

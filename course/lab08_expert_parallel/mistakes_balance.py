@@ -68,6 +68,14 @@ mistake(
 )
 
 
+mistake(
+    "capacity-drops",
+    "a queue of bytes",
+    {"F.one_hot(flat, num_experts).cumsum(0)": "F.one_hot(flat, num_experts).cumsum(0, dtype=torch.uint8)"},
+    expect="420 tokens",
+)
+
+
 @alternative("capacity-drops", "rooms in a loop")
 def rooms(experts, num_experts, capacity):
     room, kept = [capacity] * num_experts, []

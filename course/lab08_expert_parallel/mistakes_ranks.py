@@ -74,6 +74,29 @@ mistake(
     {"received.sum(0), (order": "torch.tensor(come), (order"},
     expect="your counts say otherwise|belong",
 )
+mistake(
+    "tokens-to-experts",
+    "the plan of the last call",
+    {
+        "return arrived[order], received.sum(0), (order, sent, come)": (
+            "to_experts.plan = (order, sent, come)\n    return arrived[order], received.sum(0), None"
+        ),
+        "order, sent, come = plan": "order, sent, come = to_experts.plan",
+    },
+    expect="split|belong|rows|index|wait|was expected",
+)
+mistake(
+    "tokens-to-experts",
+    "float32 on the way back",
+    {"torch.empty_like(rows).index_copy(0, order, rows)": "torch.empty(rows.shape).index_copy(0, order, rows.float())"},
+    expect="float64 belong",
+)
+mistake(
+    "tokens-to-experts",
+    "four columns",
+    {"torch.empty_like(rows)": "rows.new_empty(len(rows), 4)"},
+    expect="size|shape|dimension",
+)
 alternative(
     "tokens-to-experts",
     "a table of all counts, the inverse permutation",

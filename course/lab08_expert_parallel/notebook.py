@@ -67,7 +67,7 @@ receipts.flops()
 # | "8 experts of 7B are 56B." | 46.7B: attention and embeddings exist once ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088)). A token meets 12.9B. |
 # | "Every decode step reads all the weights." | It reads those experts that a token of the batch chose: with 8 of 256 less than half of them up to 21 tokens, nearly all from 128 (slider below). |
 # | "One all-to-all per layer." | Two forward, to the experts and back, and two backward. |
-# | "4D parallelism multiplies GPUs: dp · tp · pp · ep." | Expert groups are usually cut out of the data-parallel ranks: dp 64 with ep 8 is 64 GPUs. (Elsewhere the fourth D is context parallelism.) |
+# | "4D parallelism multiplies GPUs: dp · tp · pp · ep." | Expert groups are usually cut out of the data-parallel ranks: dp 64 with ep 8 is 64 GPUs. |
 # | "Experts specialise in topics." | Mixtral's authors found no such pattern; routing follows syntax more than topic ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088), §5). |
 
 # %%
@@ -361,7 +361,7 @@ receipts.fullest(fullest)
 # %% [markdown]
 # The mean load is the same in all four. So the number to watch is max / mean, per rank and per layer, and there are
 # three remedies: balance the router (above), pack experts to ranks by their load, or hold hot experts twice. The last
-# two are what servers do, since their routers are trained already: `minillm.predict.training.expert_placement.py`
+# two are what servers do, since their routers are trained already: `minillm/predict/training/expert_placement.py`
 # follows [DeepSeek's EPLB](https://github.com/deepseek-ai/EPLB).
 #
 # ## Break it: whose average?
@@ -471,11 +471,10 @@ receipts.few_tokens()
 # 1,024 tokens there are 64 rows for each, and the weights are read once for many. That is why servers of such models
 # want large batches, and why ep helps them: it brings more tokens to each expert.
 #
-# - *Unbalanced tokens*: the layer takes max / mean times as long (measured above).
 # - *Slow links*: on the emulated link above rows travelled 160 ms for 20 ms of work. Bytes do not fall with $N$ either:
 #   a rank sends $(N-1)/N$ of its rows however many ranks there are.
-# - *Small messages*: a decode step's all-to-all is $N-1$ messages per rank, twice per layer (51 to 229 KB each in question A
-#   below): their number costs more than their bytes.
+# - *Small messages*: a decode step's all-to-all is $N-1$ messages per rank, twice per layer (in question A below 229 kB
+#   each at ep 32, 29 kB at ep 256): their number costs more than their bytes.
 #
 # ## The same in production
 #
@@ -499,8 +498,6 @@ receipts.few_tokens()
 # `torchrun --nproc-per-node 4 -m minillm train --experts 8 --dp 4 --ep 4`.
 #
 # ## Design questions
-#
-# Work each one out on paper, then run the cell below it.
 #
 # **A. Serve DeepSeek-V3 (671B, of which a token meets 37B: 58 expert layers, 256 experts and 1 shared, top 8, hidden
 # 7,168, fp8) on H100s of 80 GB in nodes of 8: 3.35 TB/s of memory, 450 GB/s inside a node, 50 GB/s across. 128
@@ -549,8 +546,6 @@ receipts.design_training()
 # training of your own with `--experts`, and name the load curve that would make you stop the run.
 #
 # ## Interview corner
-#
-# Say your answer aloud before you open one.
 #
 # **1. What does a mixture of experts save, and what not?**
 # <details><summary>Answer</summary>

@@ -47,17 +47,23 @@ class ExchangeRecord:
 def run_exchange(
     group: Group, learner: tuple[Callable, Callable], cases: Sequence[Rows]
 ) -> list[ExchangeRecord | None]:
-    """The learner's way there and back on each case; None where the case has fewer ranks."""
-    return on_groups(group, cases, lambda case, part: _exchange(part, learner, case))
-
-
-def _exchange(group: Group, learner: tuple[Callable, Callable], case: Rows) -> ExchangeRecord:
+    """The learner's way there of all cases, as of microbatches in flight, then the way back of each; None where the
+    case has fewer ranks."""
     to_experts, from_experts = learner
-    rank, each = group.rank, case.num_experts // group.world_size
+    there = iter(on_groups(group, cases, lambda case, part: _there(part, to_experts, case)))
+    arrived = {id(case): next(there) for case in cases}
+    return on_groups(group, cases, lambda case, part: _back(part, from_experts, case, *arrived[id(case)]))
+
+
+def _there(group: Group, to_experts: Callable, case: Rows) -> tuple[Any, Ledger]:
     with measure.ledger() as there:
-        found = to_experts(case.values[rank].clone(), case.counts(rank), group)
+        return to_experts(case.values[group.rank].clone(), case.counts(group.rank), group), there
+
+
+def _back(group: Group, from_experts: Callable, case: Rows, found: Any, there: Ledger) -> ExchangeRecord:
     if not isinstance(found, (tuple, list)) or len(found) != 3:
         return ExchangeRecord(found, None, None, (0, 0), 0, there.calls)
+    rank, each = group.rank, case.num_experts // group.world_size
     rows, counts, plan = found
     answers = rows
     if isinstance(rows, Tensor):  # every row says which expert had it, if counts are right

@@ -38,7 +38,7 @@ def _billions(model) -> tuple[float, float]:
     return tuple(round(each / 1e9, 1) for each in (model.parameters, model.active_parameters))
 
 
-@titled("top 2 of more and more experts")
+@titled("top 2 of more and more experts", open_rows=2, show="16 times|parameters grow to")
 def flops(found: dict[int, Size] | None = None) -> Iterator[Row]:
     found = found or experiments.sizes()
     for count, size in found.items():
@@ -66,7 +66,7 @@ def _calls(found: LayerTraffic, op: str) -> tuple[int, int]:
     return found.forward[op], found.both[op] - found.forward[op]
 
 
-@titled("4 ranks on 2 nodes, bytes by where they go")
+@titled("4 ranks on 2 nodes, bytes by where they go", open_rows=2, show="other rank of its node")
 def two_levels(found: Sequence[dict[str, Journey]] | None = None) -> Iterator[Row]:
     found = found or experiments.flat_and_two_levels()
     due = experiments.crossing_formula()
@@ -84,7 +84,7 @@ def two_levels(found: Sequence[dict[str, Journey]] | None = None) -> Iterator[Ro
     yield row("    seconds, link between nodes emulated: flat, two levels", None, took, "s", noisy=True)
 
 
-@titled("a layer's forward until all are done")
+@titled("a layer's forward until all are done", open_rows=4)
 def fullest(found: Sequence[links.Load] | None = None) -> Iterator[Row]:
     for load in found or links.by_load():
         label = f"fullest rank {load.fullest:.1f} times the mean"
@@ -148,7 +148,7 @@ def few_tokens(found: dict[int, links.FewTokens] | None = None) -> Iterator[Row]
         )
 
 
-@titled("the shipped average on 4 ranks", open_rows=6)
+@titled("the shipped average on 4 ranks", open_rows=3, show="SGD|Adam|after clipping")
 def expert_gradient_bug(found: Sequence[dict[int, dict[str, float]]] | None = None) -> Iterator[Row]:
     found = found or _expert_gradients()
     for ep in (1, 2, 4):

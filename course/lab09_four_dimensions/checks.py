@@ -50,10 +50,7 @@ def check_mesh(learner: Callable) -> Receipt:
         mesh, seen = ranks_of(axes), 0
         for place in product(*map(range, mesh.shape)):
             rank = int(mesh[place])
-            given = dict(axes)
-            _judge_rank(learner(rank, given), rank, place, axes, mesh)
-            if given != axes:
-                raise CheckFailed("your function changed the dict of axes that it was given")
+            _judge_rank(learner(rank, dict(axes)), rank, place, axes, mesh)
             seen += len(axes)
         sizes = " · ".join(f"{axis} {size}" for axis, size in axes.items())
         rows.append(row(f"{sizes}: places and groups that are right", len(axes) * mesh.size, seen))
@@ -213,11 +210,8 @@ def check_crossing(learner: Callable) -> Receipt:
     uneven = {"dp": 2, "tp": 2, "cp": 3, "pp": 3}, 4  # groups lie on the nodes in more than one way
     for axes, per_node in (*easy, uneven, *(_draw_nodes() for _ in range(3))):
         sent = {axis: random.randint(1, 500) * 1000 for axis in axes}
-        given = dict(axes), dict(sent)
-        found, right = learner(given[0], per_node, given[1]), crossing(axes, per_node, sent)
+        found, right = learner(dict(axes), per_node, dict(sent)), crossing(axes, per_node, sent)
         where = f"{' · '.join(f'{axis} {size}' for axis, size in axes.items())}, {per_node} ranks to a node"
-        if given != (axes, sent):
-            raise CheckFailed(f"{where}: your function changed the dicts that it was given")
         fits = isinstance(found, dict) and set(found) == set(axes)
         expect(fits, found, f"a dict with {', '.join(axes)}", f"{where}: you")
         if wrong := [axis for axis in axes if found[axis] != right[axis]]:

@@ -265,7 +265,7 @@ def torch_groups(group: Group) -> dict[str, Any]:
         mesh = Mesh(group, **axes)
         lines = {axis: mesh[axis].ranks for axis in axes}
         flat = mesh.joined("dp", "cp").ranks if {"dp", "cp"} <= set(axes) else None
-        found[str(axes)] = {"place": mesh.place, "groups": lines, "dp_cp": flat, "text": str(mesh.device_mesh)}
+        found[str(axes)] = {"place": mesh.place, "groups": lines, "dp_cp": flat}
     return found
 
 

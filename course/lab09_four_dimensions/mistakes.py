@@ -54,6 +54,16 @@ mistake(
 )
 
 
+mistake(
+    "mesh-strides",
+    "empties the axes",
+    {
+        "    for axis, size in reversed(axes.items()):": "    while axes:\n        axis, size = axes.popitem()",
+    },
+    expect="changed its input .axes.",
+)
+
+
 @alternative("mesh-strides", "one arange, reshaped")
 def by_reshape(rank, axes):
     mesh = np.arange(math.prod(axes.values())).reshape(*axes.values())
@@ -158,7 +168,7 @@ mistake(
     "gradient-axes",
     "experts count once for all ep ranks",
     {'{"pp", "ep", "tp"}': '{"pp", "tp"}'},
-    says="Each ep rank holds experts that no other has: their squares all belong into the norm.",
+    says="Each ep rank holds experts that no other has: their squares all belong in the norm.",
 )
 
 

@@ -159,6 +159,18 @@ mistake(
     {"return replicas.all_reduce(loss.detach().clone()) / everywhere": "return loss.detach() / count"},
     expect="loss that you return is not",
 )
+mistake(
+    "hybrid-step",
+    "norms by their name",
+    {"name in shares": '"norm" in name'},
+    expect="dp 2, tp 2 without sequence parallelism: .* whatever they are called",
+)
+mistake(
+    "hybrid-step",
+    "vectors for shares",
+    {"name in shares": "parameter.dim() == 1"},
+    expect="dp 2, tp 2 without sequence parallelism: .* whatever they are called",
+)
 alternative(
     "hybrid-step",
     "first dp, then cp",

@@ -2,7 +2,7 @@
 # # 09 · Four dimensions
 #
 # **Which axis goes on which link decides everything: the same layout, seated in another order, sends the same bytes and
-# takes twice as long.**
+# can take twice as long.**
 # Stands on labs 03 to 07 (one axis each).
 #
 # About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
@@ -55,7 +55,7 @@ receipts.wrong_link(guess_times)
 #
 # | Claim | What is true |
 # |---|---|
-# | "The model fits on one GPU, so use data parallelism." | Training holds 16 to 18 bytes per parameter and activations ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), §3.1): 7B parameters are 14 GB of weights and 126 GB of states. |
+# | "The model fits on one GPU, so use data parallelism." | Training holds 16 to 18 bytes per parameter and activations ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), §3.1): 7B parameters are 14 GB of weights, and 126 GB with gradients and optimizer. |
 # | "FSDP communicates more than tensor parallelism." | More than plain data parallelism, by half. Against tensor parallelism it depends on the tokens: below about 4.5 · H of them per microbatch it sends more, above it less. You will compute this. |
 # | "Tensor parallelism cannot leave the node, so 8 is the limit." | The limit is the fast domain, and that is 72 GPUs in a rack of [GB200 NVL72](https://www.nvidia.com/en-us/data-center/gb200-nvl72/). Beyond it, it works and waits. |
 # | "Tensor parallelism is good for large batches." | Its bytes grow with the tokens. It is what you use when the batch cannot be divided any further. |
@@ -312,8 +312,8 @@ receipts.dropped(experiments_plan.estimates(estimate))
 
 # %% [markdown]
 # One in twenty-five fits, and the quickest of them is quick only in your estimate: according to the planner its step takes more
-# than three times as long. It gathers its weights over the network for each of 64 microbatches, and one sequence per rank is not
-# enough work to hide that. "Gradients hide behind backward" was the assumption that failed. There is also more to
+# than three times as long. It gathers its weights over the network for each of 64 microbatches, and one sequence, which eight
+# GPUs share, is not enough work to hide that. "Gradients hide behind backward" was the assumption that failed. There is also more to
 # combine: recomputation, and interleaved stages (*chunks*), which shrink the bubble. The planner tries all of it with
 # the whole set of formulas; each point below is one layout.
 
@@ -326,8 +326,8 @@ show(figures.all_layouts)
 # Give a layout for this problem that fits and takes at most 1.15 times as long as the planner's best. You may use
 # `experiments_plan.judge(layout)`, which says what it holds and how long it takes, and the fields of `Layout`:
 # dp, zero, tp, cp, pp, chunks (interleaved stages per rank), micro_batch, microbatches, and recompute ("none", "light",
-# "full"). Resist printing the planner's answer first. The check also runs a small copy of your layout, two ranks on
-# each axis, and compares every gradient with one process.
+# "full"). The check also runs small copies of your layout, with two
+# ranks on one or two of its axes at a time, and compares every gradient with one process.
 
 
 # %%
@@ -374,9 +374,6 @@ receipts.published_table()
 # Why does a model of 1.7B on single GPUs reach less of the peak than one of 1T, which has every kind of communication?
 # In 2021 attention wrote its scores to memory and read them back for each step of the softmax. That traffic grows with
 # the hidden size, matrix products with its square: it is 29 % of the small model's time and 2 % of the large one's.
-#
-# There is more than one good answer: on 992 A100s, OPT-175B combined tensor parallelism with fully sharded data
-# parallelism and had no pipeline ([Zhang et al. 2022](https://arxiv.org/abs/2205.01068), §2.4).
 #
 # ## Break it
 #
@@ -469,8 +466,6 @@ receipts.simple_wins(runs)
 #
 # ## Choosing, in order
 #
-# Flowcharts often begin with "does the model fit on one GPU?" and then add axis after axis. Ask instead:
-#
 # 1. Compute states and activations, not weights. If they fit, use data parallelism alone.
 # 2. If states do not fit, shard them (ZeRO 1 costs no extra bytes, ZeRO 3 half as many again), as long as each rank has
 #    a sequence and the bytes hide behind its work.
@@ -490,12 +485,6 @@ receipts.simple_wins(runs)
 # | [DeepSpeed](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/pipe/topology.py) | `PipeModelDataParallelTopology(num_pp, num_mp, num_dp)` | model, data, pipe |
 # | [accelerate](https://huggingface.co/blog/accelerate-nd-parallel) | `ParallelismConfig(dp_replicate_size=, dp_shard_size=, cp_size=, tp_size=)` | tp, cp, dp_shard, dp_replicate |
 #
-# torch's mesh is what `Mesh` is made of, so the four meshes of exercise 1 were its own. This is how it prints one:
-
-# %%
-print(experiments.meshes()[0][str(experiments.MESHES[0])]["text"])
-
-# %% [markdown]
 # ## On a cluster
 #
 # `labs/torchrun/09_four_dimensions.py` makes the groups and a hybrid step on any number of processes. After solving it:
@@ -507,8 +496,6 @@ print(experiments.meshes()[0][str(experiments.MESHES[0])]["text"])
 #     python -m minillm scaling --figure scaling.png
 #
 # ## Design questions
-#
-# Work each one out on paper, then run the cell below it.
 #
 # **A. 405B parameters on 16,384 H100s (80 GB, eight to a node, 50 GB/s between nodes), 2,048 sequences of 8,192 tokens
 # per step. Which axes, how large, in which order?**
@@ -542,7 +529,7 @@ receipts.design_13b()
 # without any model parallelism. ZeRO 2 is enough. ZeRO 3 leaves more room and takes a twelfth longer: each microbatch
 # gathers the weights and copies them into place. tp 8 takes a ninth longer than ZeRO 2, with narrow matrices. A pipeline
 # of 4 stages idles 3/(M+3) of the time for memory that nobody needed. ZeRO 1 does not fit: weights and gradients alone
-# take 78 GB.
+# take 78 GB, all that is usable.
 # </details>
 #
 # ## Capstone (*open*)
@@ -552,8 +539,6 @@ receipts.design_13b()
 # `minillm.predict.planner` and name the two measurements that you would make first.
 #
 # ## Interview corner
-#
-# Say your answer aloud before you open one.
 #
 # **1. How do you get a rank's tensor-parallel group from its number?**
 # <details><summary>Answer</summary>

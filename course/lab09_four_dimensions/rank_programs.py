@@ -24,6 +24,7 @@ MESHES = (
     {"dp": 1, "cp": 4, "tp": 1},
     {"dp": 1, "cp": 2, "tp": 2},
 )
+WHOLE = {"dp": 2, "cp": 1, "tp": 2}  # once more without sequence parallelism: each tp rank's norms see all tokens
 Reference = tuple[float, dict[str, Tensor]]  # of one process: the loss, and the gradients by parameter
 
 
@@ -71,11 +72,15 @@ def name_of(axes: dict[str, int]) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1 or axis == "dp")
 
 
-def run_steps(group: Group, learner: Callable, case: TrainingCase) -> list[Outcome]:
-    """The learner's step in each mesh. Sequence parallelism where there is tp."""
+def run_steps(group: Group, learner: Callable, case: TrainingCase, whole: bool = False) -> list[Outcome]:
+    """The learner's step in each mesh, with sequence parallelism where there is tp; whole: in WHOLE, too."""
     torch.set_num_threads(1)
     right = _alone(case)
-    return [_step(Mesh(group, **axes), name_of(axes), learner, case, right) for axes in MESHES]
+    found = [_step(Mesh(group, **axes), name_of(axes), axes["tp"] > 1, learner, case, right) for axes in MESHES]
+    if whole:
+        name = f"{name_of(WHOLE)} without sequence parallelism"
+        found.append(_step(Mesh(group, **WHOLE), name, False, learner, case, right))
+    return found
 
 
 def _alone(case: TrainingCase) -> Reference:
@@ -86,12 +91,17 @@ def _alone(case: TrainingCase) -> Reference:
 
 
 def _step(
-    mesh: Mesh, name: str, learner: Callable, case: TrainingCase, right: tuple[float, dict[str, Tensor]]
+    mesh: Mesh,
+    name: str,
+    sequence: bool,
+    learner: Callable,
+    case: TrainingCase,
+    right: tuple[float, dict[str, Tensor]],
 ) -> Outcome:
-    tp, sequence = mesh.tp, mesh.tp.world_size > 1
+    tp = mesh.tp
     model = Transformer(CONFIG, seed=case.seed % 1000, dtype=torch.float64, attention=dense)
-    if sequence:
-        model = tensor_parallel(model, CONFIG, tp, sequence=True)
+    if tp.world_size > 1:
+        model = tensor_parallel(model, CONFIG, tp, sequence=sequence)
     rows = slice(*(place * ROWS // mesh.dp.world_size for place in (mesh.dp.rank, mesh.dp.rank + 1)))
     mine = case.tokens[rows], case.targets[rows]
     if mesh.cp.world_size > 1:

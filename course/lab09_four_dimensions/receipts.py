@@ -113,7 +113,7 @@ def placement(runs: Runs) -> Iterator[Row]:
             yield row(f"    {inner} {state.split()[1]}", each, seconds[state], "s", 0.25, noisy=True)
 
 
-@titled("bytes of a step by axis, all ranks")
+@titled("bytes of a step by axis, all ranks", open_rows=2, show="^(pp 2, tp 2|dp 2, cp 2): over [^a]")
 def by_axis(runs: Runs | None = None) -> Iterator[Row]:
     runs = runs or _bytes_only()
     for name, layout in LAYOUTS.items():
@@ -250,7 +250,7 @@ def lattice() -> Iterator[Row]:
 # Scaling, and where it loses.
 
 
-@titled("data parallelism, two ranks to a node", open_rows=5)
+@titled("data parallelism, two ranks to a node", open_rows=5, show="^weak, . ranks: bytes")
 def scaling(points: Sequence[Point] | None = None) -> Iterator[Row]:
     points = points or experiments.scaling(timed=0)
     timed = [point for point in points if point.seconds is not None]

@@ -21,8 +21,8 @@ from minillm.predict.serving import queueing
 )
 def check_sequences(learner: Any) -> list[Row]:
     rows = []
-    for tp in (1, 4, 16):
-        kv_heads, layers, head_dim = 8, random.choice((32, 80)), 128
+    for tp, kv_heads in ((1, 8), (4, 8), (16, 8), (2, random.choice((4, 16, 32)))):
+        layers, head_dim = random.choice((32, 80)), 128 if tp != 2 else 96
         memory, context = random.randint(60, 130) * 10**9, random.choice((2048, 8192))
         parameters = random.randint(7, 29) * 10**9
         used, expected = 2 * parameters / tp, 0
@@ -36,6 +36,12 @@ def check_sequences(learner: Any) -> list[Row]:
         if rows[-1].verdict == "off":
             said = f"{name}: you returned {answered!r}; admitting one after the other, {expected} fit."
             raise CheckFailed(said, rows, evidence=answered)
+    memory = 2 * 10**9 + 3 * 4 * 32 * 8 * 128 * 2048  # the weights of a billion parameters, and three caches
+    for spare, fit in ((0, 3), (-1, 2)):
+        answered = learner(memory + spare, 10**9, 1, 32, 8, 128, 2048)
+        if expect_number(answered, "one number, of sequences") != fit:
+            said = f"{memory + spare:,} bytes hold 1 billion parameters and {fit} sequences; you returned {answered!r}."
+            raise CheckFailed(f"{said} What fits to the last byte fits.", rows, evidence=answered)
     if learner(10**9, 7 * 10**9, 1, 32, 8, 128, 2048) != 0:
         raise CheckFailed("Weights that do not fit leave room for 0 sequences, not for a negative number.", rows)
     return rows
@@ -62,7 +68,7 @@ def check_waits(learner: Any) -> list[Row]:
             expected.append(begins - arrived)
             free = begins + service
         answered = expect_list(learner(list(gaps), list(services)), f"a list of {count} waits", count=count)
-        name = f"{count} requests at {load:.0%} load"
+        name = f"{count} requests at {100 * load:.0f} % load"
         off = next((i for i, (a, b) in enumerate(zip(answered, expected, strict=True)) if abs(a - b) > 1e-6), None)
         if off is not None:
             said = f"{name}: request {off} waits {expected[off]:.4f} s; you say {answered[off]:.4f} s."

@@ -31,9 +31,12 @@ def frontier(
     last = ""
     for limit, speed, name in points:
         if name != last:
-            axes.annotate(name, (1e3 * limit, speed), textcoords="offset points", xytext=(8, -4), fontsize=9)
+            axes.annotate(name, (1e3 * limit, speed), textcoords="offset points", xytext=(6, -12), fontsize=9)
         last = name
-    axes.set(xlabel="limit on the time per output token, ms", ylabel="tokens/s per GPU", xscale="log", ylim=(0, None))
+    axes.set(xlabel="limit on the time per output token, ms", ylabel="tokens/s per GPU", xscale="log")
+    axes.set_ylim(
+        bottom=-0.08 * max((speed for _, speed, _ in points), default=1.0)
+    )  # room for the first layout's name
     log_ticks(axes.xaxis)
     headline(
         axes,

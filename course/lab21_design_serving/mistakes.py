@@ -31,6 +31,21 @@ mistake(
     {"2 * parameters": "16 * parameters"},
     says="Serving holds weights only, 2 bytes per parameter.",
 )
+mistake(
+    "sequences-that-fit",
+    "the heads of one model",
+    {"max(kv_heads / tp, 1) * head_dim": "max(8 / tp, 1) * 128"},
+    expect="tp 2, .* admitting one after the other",
+)
+mistake(
+    "sequences-that-fit",
+    "the last one that just fits",
+    {
+        "int(room // (per_token * context))": "math.ceil(room / (per_token * context)) - 1",
+        "room = ": "import math\n\n    room = ",
+    },
+    expect="What fits to the last byte fits",
+)
 mistake("sequences-that-fit", "negative room", {"max(0, ": "("}, expect="not for a negative number")
 
 
@@ -70,6 +85,17 @@ mistake(
     "mean instead of a list",
     {"return seconds": "return sum(seconds) / len(seconds)"},
     expect="the exercise asks for a list",
+)
+
+
+mistake(
+    "queue-waits",
+    "kept between calls",
+    {
+        "def waits(gaps, services):": "def waits(gaps, services, seconds=[]):",
+        "seconds, wait, service = [], 0.0, 0.0": "wait = service = 0.0",
+    },
+    expect="a list of 200 waits",
 )
 
 

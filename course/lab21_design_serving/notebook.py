@@ -59,8 +59,8 @@ def sequences_that_fit(memory, parameters, tp, layers, kv_heads, head_dim, conte
 sequences_that_fit = check("sequences-that-fit", sequences_that_fit)
 
 # %% [markdown]
-# **Bandwidth.** A decode step reads all weights once and every running sequence's cache. So tokens per second grow with the
-# batch until caches or arithmetic take longer than the weights (lab 12). A limit on the time per token is a limit on the
+# **Bandwidth.** A decode step reads all weights once and every running sequence's cache. So tokens per second grow nearly in
+# step with the batch until caches or arithmetic take longer than the weights (lab 12). A limit on the time per token is a limit on the
 # batch. The planner's answer for one node:
 
 # %%
@@ -87,7 +87,8 @@ sliders(
 
 # %%
 def waits(gaps, services):
-    """Seconds each request waits before its service begins, on one server, first come first served.
+    """A list: the seconds each request waits before its service begins, on one server, first come
+    first served.
 
     gaps[i]: seconds between the arrivals of request i - 1 and i (the first: since the server was
     started, idle). services[i]: seconds request i takes.

@@ -17,10 +17,15 @@ def chat_70b() -> DesignCase:
     """70B chat: p99 TPOT of 50 ms, 200 requests per second, 1,000 + 300 tokens."""
     model, rate, prompt, output = architecture("llama-3-70b"), 200, 1000, 300
     machine = cluster("h100", 8)
-    plans = rank_serving(model, machine, prompt, output, tpot=0.05)
-    best = max(plans, key=lambda plan: plan.tokens_per_s)
+    best = rank_serving(model, machine, prompt, output, tpot=0.05)[0]
     demand = rate * output
-    gpus = 8 * math.ceil(demand / (best.tokens_per_s * LOAD))
+
+    def needed(prompt: int, output: int) -> int:
+        """GPUs in nodes of 8 for so many tokens of each request."""
+        node = rank_serving(model, machine, prompt, output, tpot=0.05)[0].tokens_per_s
+        return 8 * math.ceil(rate * output / (node * LOAD))
+
+    gpus = needed(prompt, output)
     inside = rate * (best.ttft + output * best.tpot)
     numbers = {
         "demand": f"{demand:,}",
@@ -33,6 +38,8 @@ def chat_70b() -> DesignCase:
         "sequences": str(best.sequences),
         "ttft": f"{best.ttft * 1e3:.0f} ms",
         "tpot": f"{best.tpot * 1e3:.0f} ms",
+        "prompts": str(needed(2 * prompt, output)),
+        "answers": str(needed(prompt, 2 * output)),
         "kv": shown(model.kv_bytes(), "B"),
         "single": f"{2 * machine.device.bandwidth / (2 * model.parameters):.0f}",
     }
@@ -63,7 +70,7 @@ def chat_70b() -> DesignCase:
                 gpus,
                 "GPUs",
                 f"{numbers['demand']} tokens/s against {numbers['node']} per node of 8 ({numbers['layout']}), at "
-                f"{LOAD:.0%} load.",
+                f"{100 * LOAD:.0f} % load.",
                 tolerance=0.35,
             ),
         },
@@ -78,7 +85,7 @@ def eight_on_24gb() -> DesignCase:
     weights = 2 * model.parameters
     room = machine.usable - weights
     tokens = room / model.kv_bytes()
-    quarter = machine.usable - weights / 4
+    packed = weights * 4.5 / 16  # 4-bit weights with their scales
     single = weights / machine.device.bandwidth
     numbers = {
         "weights": shown(weights, "B"),
@@ -87,9 +94,9 @@ def eight_on_24gb() -> DesignCase:
         "sequences": f"{tokens // 4096:.0f}",
         "long": f"{tokens / 8192:.0f}",
         "kv": shown(model.kv_bytes(), "B"),
-        "four": f"{quarter / model.kv_bytes():,.0f}",
+        "four": f"{(machine.usable - packed) / model.kv_bytes():,.0f}",
         "single": f"{single * 1e3:.0f} ms",
-        "single4": f"{single / 4 * 1e3:.0f} ms",
+        "single4": f"{packed / machine.device.bandwidth * 1e3:.0f} ms",
     }
     return DesignCase(
         {
@@ -99,7 +106,8 @@ def eight_on_24gb() -> DesignCase:
                 "tokens",
                 f"({machine.usable / GIB:.1f} GiB - {numbers['weights']}) / {numbers['kv']} per token.",
                 slips={
-                    4: "8 kv heads serve 32 query heads: only the 8 are kept.",
+                    machine.usable / room: "That is what fits without the weights, which take most of the card.",
+                    1 / 4: "8 kv heads serve 32 query heads: only the 8 are kept.",
                     0.5: "The cache is in 16 bits: 2 bytes per number.",
                 },
                 tolerance=0.25,
@@ -130,7 +138,7 @@ def rag_32k() -> DesignCase:
         "cached": shown(cached, "B"),
         "flops": f"{flops / 1e15:.1f} PFLOP",
         "ttft": f"{plan.ttft:.1f} s",
-        "share": f"{share:.0%}",
+        "share": f"{100 * share:.0f} %",
         "sequences": str(plan.sequences),
         "after": f"{plan.ttft * ((1 - share) * (1 - hit) + share * (1 - hit**2)):.1f} s",
     }
@@ -201,7 +209,7 @@ def many_adapters() -> DesignCase:
         "copies": shown(copies, "B"),
         "adapter": shown(adapter, "B"),
         "all": shown(tenants * adapter, "B"),
-        "share": f"{adapter / (2 * model.parameters):.2%}",
+        "share": f"{100 * (adapter / (2 * model.parameters)):.2f} %",
         "load": f"{adapter / 25e9 * 1e3:.1f} ms",
         "hot": f"{2 * model.parameters / adapter:.0f}",
     }

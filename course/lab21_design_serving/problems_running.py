@@ -28,9 +28,9 @@ def tail_at_85() -> DesignCase:
         "mean": f"{mean:.1f}",
         "sixty": f"{queueing.wait_quantile(0.6, service, 0.99):.1f}",
         "seventy_five": f"{queueing.wait_quantile(0.75, service, 0.99):.0f}",
-        "three": f"{2 * 0.85 / 3:.0%}",
+        "three": f"{100 * (2 * 0.85 / 3):.0f} %",
         "bounded": f"{bounded:.0f}",
-        "rejected": f"{rejected:.0%}",
+        "rejected": f"{100 * rejected:.0f} %",
         "regular": f"{sum(regular) / len(regular):.1f}",
     }
     return DesignCase(
@@ -75,7 +75,7 @@ def bursts() -> DesignCase:
         "backlog": f"{backlog:,.0f}",
         "drain": f"{backlog / (2 * served - arrivals):.0f} s",
         "peer": f"{weights / 25e9:.0f} s",
-        "load80": f"{arrivals / (2 * served):.0%}",
+        "load80": f"{100 * (arrivals / (2 * served)):.0f} %",
     }
     return DesignCase(
         {
@@ -227,11 +227,11 @@ def split_prefill_decode() -> DesignCase:
     plan = next(p for p in rank_serving(model, cluster("h100", 8), prompt, 300) if p.tp == 8)
     numbers = {
         "moved": shown(moved, "B"),
-        "efficiency": f"{machine.link_efficiency:.0%}",
+        "efficiency": f"{100 * machine.link_efficiency:.0f} %",
         "one": f"{moved / per_card * 1e3:.0f} ms",
         "eight": f"{seconds * 1e3:.1f} ms",
         "ttft": f"{plan.ttft * 1e3:.0f} ms",
-        "share": f"{seconds / plan.ttft:.0%}",
+        "share": f"{100 * (seconds / plan.ttft):.0f} %",
     }
     return DesignCase(
         {

@@ -15,17 +15,17 @@ CASES = Cases(Path(__file__).with_name("answers.toml"), problems, problems_runni
 decide, answer = CASES.decide, CASES.answer
 
 
-@titled("waits in service times")
+@titled("waits in service times", open_rows=6)
 def queue_at_loads() -> Iterator[Row]:
     """Mean and 99th percentile of the wait, in service times."""
     for load in (0.5, 0.7, 0.85):
         waits = experiments.simulated_waits(load)
         mean, tail = queueing.mean_wait(load, 1.0), queueing.wait_quantile(load, 1.0, 0.99)
-        yield row(f"mean wait at {load:.0%} load", mean, sum(waits) / len(waits), "", 0.1, kind="simulated")
+        yield row(f"mean wait at {100 * load:.0f} % load", mean, sum(waits) / len(waits), "", 0.1, kind="simulated")
         yield row("    p99", tail, experiments.quantile(waits, 0.99), "", 0.15, kind="simulated")
 
 
-@titled("a queue of ten places at 85 % load")
+@titled("a queue of ten places at 85 % load", open_rows=4)
 def bounded_queue() -> Iterator[Row]:
     """Ten places bound the tail and reject some."""
     tail, rejected = experiments.bounded(0.85, 10)
@@ -38,7 +38,7 @@ def bounded_queue() -> Iterator[Row]:
     yield row("    without a bound", None, round(unbounded, 1), kind="simulated")
 
 
-@titled("{model} on {gpus} H100, prompts of 1,000 and answers of 300 tokens")
+@titled("{model} on {gpus} H100, prompts of 1,000 and answers of 300 tokens", show="TPOT|sequences")
 def capacity(model: str = "llama-3-70b", gpus: int = 8) -> Iterator[Row]:
     """What a node serves under three limits on the time per output token."""
     for limit in (0.02, 0.05, 0.2):

@@ -58,8 +58,9 @@ def judge(decision: Decision, guess: object) -> Verdict:
     if not math.isfinite(number) or number <= 0:
         return Verdict("no number", f"{number} cannot be the answer: it is a number above 0.")
     ratio = number / decision.value
-    if any(abs(number / value - 1) <= decision.tolerance for value in (decision.value, *decision.also)):
-        return Verdict("right", _right(decision, ratio))
+    closest = min((number / value for value in (decision.value, *decision.also)), key=lambda each: abs(each - 1))
+    if abs(closest - 1) <= decision.tolerance:
+        return Verdict("right", _right(decision, closest))
     for factor, sentence in [*decision.slips.items(), *_usual_slips(decision).items()]:
         if abs(ratio / factor - 1) <= NEAR:
             return Verdict("slip", sentence)

@@ -120,6 +120,12 @@ def regular_wait(load: float) -> float:
     return s / (1 - s)
 
 
+def chat_gpus(prompt: int, output: int) -> int:
+    """For 200 requests per second with a fifth of headroom, whole nodes."""
+    way = best(SEVENTY, prompt, output, 0.05)
+    return 8 * math.ceil(200 * output / way.node_speed(way.most(0.05)) / 0.8)
+
+
 CHAT = best(SEVENTY, 1000, 300, 0.05)
 SERVED = CHAT.most(0.05)
 SPEED = CHAT.node_speed(SERVED)
@@ -144,12 +150,13 @@ COMPUTED = {
         "inside": 200 * (CHAT.first() + 300 * CHAT.gap(SERVED)), "weights": 2 * SEVENTY.parameters / CHAT.tp,
         "cache": SERVED * CHAT.held(), "sequences": SERVED, "ttft": 1e3 * CHAT.first(), "tpot": 1e3 * CHAT.gap(SERVED),
         "kv": SEVENTY.kv_bytes, "single": 2 * MEMORY / (2 * SEVENTY.parameters),
+        "prompts": chat_gpus(2000, 300), "answers": chat_gpus(1000, 600),
     },
     "eight_on_24gb": {
         "weights": 2 * EIGHT.parameters, "room": ROOM24, "tokens": ROOM24 / EIGHT.kv_bytes,
         "sequences": ROOM24 // EIGHT.kv_bytes // 4096, "long": ROOM24 / EIGHT.kv_bytes / 8192, "kv": EIGHT.kv_bytes,
-        "four": (ROOM24 + 1.5 * EIGHT.parameters) / EIGHT.kv_bytes, "single": 2e3 * EIGHT.parameters / 300e9,
-        "single4": 0.5e3 * EIGHT.parameters / 300e9,
+        "four": (ROOM24 + (2 - 4.5 / 8) * EIGHT.parameters) / EIGHT.kv_bytes, "single": 2e3 * EIGHT.parameters / 300e9,
+        "single4": 4.5 / 8 * 1e3 * EIGHT.parameters / 300e9,
     },
     "rag_32k": {
         "cached": 32000 * SEVENTY.kv_bytes, "flops": PROMPT, "ttft": LONG.first(), "share": SCORES / PROMPT,
@@ -198,7 +205,7 @@ COMPUTED = {
 
 LITERAL = {
     "chat_70b": [0.8, 60, 80, 0.9, 2 * 70e9, 300 * 0.05, 8],
-    "eight_on_24gb": [8192, 2 * 8e9, 24, 2, 8, 32, (24 - 3) * 0.95 * 1e9],
+    "eight_on_24gb": [4.5, 8192, 2 * 8e9, 24, 2, 8, 32, (24 - 3) * 0.95 * 1e9],
     "rag_32k": [64, 80, 2, 128, SEVENTY.kv_bytes],
     "offline_batch": [20],
     "many_adapters": [32, 7, 2, 1024, 16],
