@@ -21,7 +21,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "DDP": ("parallel/data_parallel", "ddp reducer packing", 420),
     "ZeRO-1 and 2": ("parallel/zero", "optimizer reducer ../data_parallel/reducer ../sharding/slices", 680),
     "FSDP": ("parallel/fsdp", "fully_shard param_group flat_param ../sharding/slices state", 1000),
-    "tensor parallelism": ("parallel/tensor_parallel", "regions layers vocab plan parallelize", 760),
+    "tensor parallelism": ("parallel/tensor_parallel", "regions layers vocab plan parallelize", 770),
     "pipeline parallelism": (
         "parallel/pipeline_parallel",
         "schedule/actions schedule/orders schedule/messages stages runtime",
@@ -42,7 +42,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "an engine over ranks": ("serve/ranks", "engine message runner part", 515),
     "an engine over stages": ("serve/ranks", "stage stage_runner reply ../run/pipelined", 360),
     "keys handed over": ("serve/transfer", "decode receive prefill send layout", 1000),
-    "a rank's part of a folder": ("parallel/tensor_parallel", "plan load quantized", 410),
+    "a rank's part of a folder": ("parallel/tensor_parallel", "plan load quantized", 425),
     "prefix cache": ("serve", "schedule/blocks schedule/sequence", 355),
     "quantized weights": ("quantize", "formats linear kernels in_place", 745),
     "rounding with calibration": ("quantize", "calibrate rescale gptq in_place", 480),
