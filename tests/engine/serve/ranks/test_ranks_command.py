@@ -114,6 +114,23 @@ def test_a_rank_that_is_killed_ends_all_with_one_sentence(server, rank):
 
 
 @pytest.mark.full
+def test_a_server_over_stages_answers_and_a_stage_that_is_killed_ends_it_with_one_sentence(tmp_path):
+    server = Server(tmp_path, "--pp", "2", "--tp", "2")
+    try:
+        server.wait()
+        alone, client = engine(), openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        answer = client.completions.create(model="draft", prompt="def ", max_tokens=12, temperature=0).choices[0]
+        expected = alone.generate([alone.tokenizer.encode("def ")], SamplingParams(12))[0].answers[0]
+        assert answer.text == expected.text
+        server.ranks()[3].kill()
+        assert server.ended() == 1
+        said = [line for line in server.log if line.startswith("minillm: ")]
+        assert len(said) == 1 and "rank 3 of 4 was killed by SIGKILL" in said[0] and "Traceback" not in server.text
+    finally:
+        server.process.kill()
+
+
+@pytest.mark.full
 def test_ctrl_c_ends_it(server):
     server.process.send_signal(signal.SIGINT)
     assert server.ended() == 0 and "Traceback" not in server.text
@@ -133,6 +150,7 @@ def test_a_server_that_is_killed_leaves_no_rank(server):
         (["generate", "--tp", "2", "--compile", "def "], "compile with an engine over ranks"),
         (["generate", "--tp", "2", "--speculate", "medusa", "def "], "proposer 'medusa' reads the target"),
         (["generate", "--tp", "2", "--device", "cpu:0", "def "], "--device cpu:0 is one device for 2 ranks: say cpu"),
+        (["generate", "--pp", "8", "def "], "8 parts need 8 layers, but the model has"),
         (["serve", "--tp", "3", "--port", "0"], "8 attention heads do not divide over 3 tensor-parallel ranks"),
     ],
 )
@@ -148,10 +166,10 @@ def test_generate_gives_the_text_of_one_process(capsys, tmp_path):
     plain = ["generate", "--temperature", "0.7", "--max-new-tokens", "12", "--model", "draft"]
     for asked in (["import os\n"], ["--batch", str(file)]):
         texts = []
-        for tp in ("1", "2"):
-            assert run([*plain, "--tp", tp, *asked]) == 0
+        for ranks in (["--tp", "1"], ["--tp", "2"], ["--pp", "2"]):
+            assert run([*plain, *ranks, *asked]) == 0
             texts.append(capsys.readouterr().out)
-        assert texts[0] == texts[1] and len(texts[0]) > 30
+        assert texts[0] == texts[1] == texts[2] and len(texts[0]) > 30
 
 
 def torchrun(*arguments):

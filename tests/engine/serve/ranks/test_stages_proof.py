@@ -7,7 +7,7 @@ from tests.engine.comm.nccl_like import on_nccl_like
 from tests.engine.serve.ranks.programs import OF_STAGES, TIGHT, alone, mixed, model_of, random_sequences, requests_of
 from tests.engine.serve.ranks.test_ranks_proof import COUNT, PATIENCE_S, SEED, check, hold_to
 
-FEW = ("chunks", "swapped", "drafts", "quantized")
+FEW = ("swapped", "drafts")
 DEEP = ("deep", "deep-drafts")  # five layers on three stages, of which the last alone sees everything
 
 
@@ -41,7 +41,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "options"), LAYOUTS[:2])
+@pytest.mark.parametrize(("ranks", "options"), LAYOUTS[:1])
 def test_random_arrivals_and_cancellations(ranks, options):
     requests = requests_of(9, 7, 10)
     hold_to(
