@@ -18,7 +18,6 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import count
-from typing import Protocol
 
 from minillm.serve.checks import check_scheduler
 from minillm.serve.schedule.blocks import BlockPool, Prefix
@@ -26,16 +25,6 @@ from minillm.serve.schedule.policies import POLICIES
 from minillm.serve.schedule.sequence import Plan, Sequence, State
 
 RUNNING = State.RUNNING  # looked up once: an enumeration's member costs as much as all else of a decoding sequence
-
-
-class HandOvers(Protocol):
-    """What computes prompts elsewhere (`transfer/decode.py`)."""
-
-    def begin(self, sequence: Sequence) -> bool:
-        """Whether an admitted sequence, which has its blocks, waits for its keys from now on."""
-
-    def give_up(self, sequence: Sequence) -> None:
-        """It waits no more, and its blocks are about to be released."""
 
 
 class Scheduler:
@@ -68,7 +57,7 @@ class Scheduler:
         self.piece = None if pool.window is None else min(self.chunk, token_budget)  # see `Sequence.wanted`
         self.reserve, self.max_waiting, self.adapters_fit = reserve, max_waiting, adapters_fit
         self.swaps, self._victim_key = preemption == "swap", POLICIES[policy]
-        self.handovers: HandOvers | None = None  # of an engine with a prefill pool
+        self.handovers = None  # the `DecodeSide` of an engine with a prefill pool (`transfer/decode.py`)
         self.step = 0
         self._arrivals, self._forks = count(), count(1)
         self.reset()
@@ -125,10 +114,8 @@ class Scheduler:
             computed = sequence.num_computed
             drafts += sequence.num_draft_tokens
             if len(sequence.tokens) - computed != 1:
-                if sequence.ticket:
-                    continue  # it waits for keys
                 short = sequence.state is RUNNING and sequence.wanted(self.piece) > len(sequence.blocks) * size
-                if not short or self._grow(sequence, plan):
+                if not sequence.ticket and (not short or self._grow(sequence, plan)):  # else it waits for keys
                     prompts.append(sequence)
             elif sequence.state is not RUNNING:  # preempted just now, for an earlier one
                 continue
@@ -194,12 +181,6 @@ class Scheduler:
             other.block_hashes = list(sequence.block_hashes)
             other.rank, other.state = (*sequence.rank[:2], next(self._forks)), RUNNING
             insort(self.running, other, key=lambda s: s.rank)
-
-    def received(self, sequence: Sequence, computed: int) -> None:
-        """It waits for no more keys: those of its first `computed` tokens are there, as after a hit in the cache."""
-        before, sequence.num_computed, sequence.ticket = sequence.num_computed, computed, 0
-        sequence.received_tokens += computed - before
-        self._cache_blocks(sequence, before // self.pool.block_size, computed // self.pool.block_size)
 
     def finish(self, sequence: Sequence, *, wrong: bool = False) -> None:
         """Done, failed or cancelled, wherever it is: all it holds goes back. wrong: nobody may hit its blocks."""

@@ -1,6 +1,6 @@
 """The decode side: an admitted sequence waits while a prefill pool fills its blocks, and goes on as after a hit.
 
-    admit ──▶ blocks of the whole prompt ──▶ begin: ask, (RECEIVE, ticket, block) ──▶ keys arrive ──▶ `received`
+    admit ──▶ blocks of the whole prompt ──▶ begin: ask, (RECEIVE, ticket, block) ──▶ keys arrive ──▶ computed
                                               no room, no computation                    │
                                               gone, too late, refused, preempted ────────┘ what is whole counts
 
@@ -188,7 +188,11 @@ class DecodeSide:
         received = self._forget(waiting, outcome, reason)
         if outcome != "whole":
             self._alone.add(waiting.sequence)
-        self.scheduler.received(waiting.sequence, waiting.start + received)
+        sequence = waiting.sequence
+        sequence.ticket = 0
+        sequence.num_computed += received
+        sequence.received_tokens += received
+        self.scheduler.publish(sequence, waiting.start)
 
     def _forget(self, waiting: Waiting, outcome: str, reason: str = "") -> int:
         """Returns how many tokens are whole."""
