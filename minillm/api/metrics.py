@@ -37,6 +37,7 @@ class Metrics:
             for model, llm in engines.items():
                 gauge.labels(model).set_function(lambda llm=llm, read=read: float(max(0, read(llm))))
         self.registry.register(Shares(engines))
+        self.registry.register(Handed(engines))
 
     def done(self, tenant: str, output: Output) -> None:
         """Times and tokens of a request that has ended."""
@@ -78,6 +79,27 @@ class Shares(Collector):
                 counter.add_metric((model, tenant), share.counter)
                 running.add_metric((model, tenant), share.running)
         yield from (held, counter, running)
+
+
+class Handed(Collector):
+    """What engines with a prefill pool were given, read when Prometheus asks."""
+
+    def __init__(self, engines: dict[str, LLM]):
+        self._engines = engines
+
+    def collect(self) -> Iterator[Metric]:
+        ended = CounterMetricFamily("minillm_handovers", "of keys and values, by outcome", labels=("model", "outcome"))
+        tokens = CounterMetricFamily(
+            "minillm_handover_tokens", "whose keys came, or were computed here after all", labels=("model", "kind")
+        )
+        nbytes = CounterMetricFamily("minillm_handover_bytes", "of keys and values that came", labels=("model",))
+        for model, handovers in ((name, llm.handovers) for name, llm in self._engines.items() if llm.handovers):
+            for outcome, count in list(handovers.outcomes.items()):  # the engine's thread may add one meanwhile
+                ended.add_metric((model, outcome), count)
+            tokens.add_metric((model, "received"), handovers.received)
+            tokens.add_metric((model, "recomputed"), handovers.recomputed)
+            nbytes.add_metric((model,), handovers.nbytes)
+        yield from (ended, tokens, nbytes)
 
 
 def _waiting(llm: LLM) -> int:

@@ -8,7 +8,7 @@ requests first.
 """
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,11 +24,14 @@ from minillm.comm import is_root
 from minillm.model.generate import device_of, folder_of
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
+from minillm.serve.ranks.engine import sigterm_ignored
 from minillm.serve.schedule.fair import FairScheduler, Share
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from minillm.serve.transfer import PrefillPool
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL, LIMIT, SAFETY = (partial(Option, rich_help_panel=panel) for panel in ("Model", "Limits", "Safety"))
@@ -91,6 +94,11 @@ def command(
         bool,
         MODEL("--ep", help="With --tp: each rank has some of the experts, not a part of each."),
     ] = False,
+    prefill: Annotated[
+        int | None, MODEL(help="Ranks of their own that compute long prompts and hand keys and values over.", min=1)
+    ] = None,
+    decode: Annotated[int | None, MODEL(help="Beside --prefill: ranks that answer, as --tp.", min=1)] = None,
+    prefill_least: Annotated[int, MODEL(help="Tokens of a prompt, not cached here, to hand it over.", min=1)] = 128,
 ) -> int:
     """Serve a model over HTTP to any OpenAI client."""
     check_installed("serve")
@@ -115,7 +123,12 @@ def command(
     if order == "arrival" and any(share != Share() for share in shares_of(keys).values()):
         raise ValueError("--order arrival knows no tenants: leave weight= and running= out of --api-keys, or use fair")
     limits = Limits(max_body, max_prompt, max_n, max_open, max_open_per_tenant, timeout)
+    if decode is not None and (prefill is None or tp > 1):
+        raise ValueError(f"--decode {decode} stands beside --prefill N and in place of --tp: give --prefill, not --tp")
+    tp = tp if decode is None else decode
     ranks = check_ranks(tp, pp, device, ep)
+    if prefill is not None and pp > 1:
+        raise ValueError(f"--prefill {prefill} with --pp {pp}: keys are handed over to ranks that have all layers")
     if ranks > 1 and folders:
         raise ValueError(f"--adapter on {ranks} ranks: a store of adapters knows whole models, leave one of them out")
     if ranks > 1 and int8_head:
@@ -129,7 +142,9 @@ def command(
     where = {"dtype": None if dtype is None else DTYPES[dtype], "max_seq_len": max_seq_len}
     known = name or (Path(model).name if Path(model).is_dir() else model)
     listening = bind(host, port) if is_root() else None  # torchrun's other ranks have no port
-    with listening or nullcontext():
+    with listening or nullcontext(), _pool(prefill, prefill_least, model, device, where, options) as pool:
+        if pool is not None:
+            options["prefill"] = pool if ranks == 1 else pool.at
         address = url_of(host, listening) if listening else ""
 
         def announce() -> None:
@@ -151,8 +166,22 @@ def command(
         llm = _engine(model, drafter, k, where, options)
         start.end("load")
         announce()
-        serve(create_app({known: llm}, limits, keys, start), listening, until_stdin_closes=until_stdin_closes)
+        with nullcontext() if pool is None else sigterm_ignored():  # which uvicorn raises again, before the pool ends
+            serve(create_app({known: llm}, limits, keys, start), listening, until_stdin_closes=until_stdin_closes)
     return 0
+
+
+def _pool(
+    ranks: int | None, least: int, model: str, device: str | None, where: dict, options: dict
+) -> "AbstractContextManager[PrefillPool | None]":
+    """Of so many ranks, with what its engine has in common with the one that decodes."""
+    if ranks is None:
+        return nullcontext()
+    from minillm.serve.transfer import PrefillPool
+
+    kind = None if device is None else device.partition(":")[0]
+    alike = {key: options[key] for key in ("max_num_seqs", "token_budget", "kv_dtype") if key in options}
+    return PrefillPool.spawn(folder_of(model), ranks, min_tokens=least, device=kind, **where, **alike)
 
 
 def _engine(model: str, drafter: str, k: int, where: dict, options: dict) -> LLM:

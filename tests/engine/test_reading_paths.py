@@ -43,7 +43,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "an engine over stages": ("serve/ranks", "stage stage_runner reply ../run/pipelined", 360),
     "keys handed over": ("serve/transfer", "decode receive prefill send layout", 1000),
     "a rank's part of a folder": ("parallel/tensor_parallel", "plan load quantized", 425),
-    "prefix cache": ("serve", "schedule/blocks schedule/sequence", 355),
+    "prefix cache": ("serve", "schedule/blocks schedule/sequence", 360),
     "quantized weights": ("quantize", "formats linear kernels in_place", 745),
     "rounding with calibration": ("quantize", "calibrate rescale gptq in_place", 480),
     "quantized folders": ("quantize", "folder words hub", 420),

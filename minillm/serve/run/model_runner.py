@@ -123,7 +123,8 @@ class Runner:
         of_tokens = {"tokens": step.tokens, "positions": positions, "slots": slots}
         if before is not None and step.tokens.min() >= 0:
             before = None  # without placeholders
-        if self.graphs is not None and step.one_token_each and not step.hidden and step.adapters is None:
+        replayed = step.one_token_each and not step.hidden and step.adapters is None and not len(step.sends)
+        if self.graphs is not None and replayed:
             logits = self.graphs.logits(step, of_tokens, before)
             if logits is not None:
                 return StepOutputs(logits)

@@ -21,7 +21,7 @@ from itertools import count
 
 from minillm.serve.checks import check_fits, check_scheduler
 from minillm.serve.schedule.blocks import BlockPool, Prefix
-from minillm.serve.schedule.policies import POLICIES, HandOvers
+from minillm.serve.schedule.policies import POLICIES
 from minillm.serve.schedule.sequence import Plan, Sequence, State
 
 RUNNING = State.RUNNING  # looked up once: an enumeration's member costs as much as all else of a decoding sequence
@@ -58,7 +58,7 @@ class Scheduler:
         self.reserve, self.max_waiting, self.adapters_fit = reserve, max_waiting, adapters_fit
         self.swaps, self._victim_key = preemption == "swap", POLICIES[policy]
         self.step, self.stages = 0, 1
-        self.handovers: HandOvers | None = None  # of an engine with a prefill pool
+        self.handovers = None  # the `DecodeSide` of an engine with a prefill pool (`transfer/decode.py`)
         self._arrivals, self._forks = count(), count(1)
         self.reset()
 
@@ -176,12 +176,6 @@ class Scheduler:
             other.block_hashes = list(sequence.block_hashes)
             other.rank, other.state = (*sequence.rank[:2], next(self._forks)), RUNNING
             insort(self.running, other, key=lambda s: s.rank)
-
-    def received(self, sequence: Sequence, computed: int) -> None:
-        """It waits for no more keys: those of its first `computed` tokens are there, as after a hit in the cache."""
-        before, sequence.num_computed, sequence.ticket = sequence.num_computed, computed, 0
-        sequence.received_tokens += computed - before
-        self._cache_blocks(sequence, before // self.pool.block_size, computed // self.pool.block_size)
 
     def finish(self, sequence: Sequence, *, wrong: bool = False) -> None:
         """Done, failed or cancelled, wherever it is: all it holds goes back. wrong: nobody may hit its blocks."""

@@ -16,11 +16,13 @@ Reading order:
 4. `send.py`      a prefill rank: rows of a layer leave while the next layers compute
 5. `layout.py`    what both sides must have in common; which rank sends which heads to which
 Beside the path: `rows.py` (what lies in a slot, as bytes), `wire.py` (messages and frames), `members.py` (decode ranks
-besides rank 0), `pool.py` (processes: started, started anew, ended).
+besides rank 0), `pool.py` (processes: started, started anew, ended), `migrate.py` (a running request goes on in another
+engine, which is handed its keys).
 """
 
 from minillm.serve.transfer.decode import DecodeSide, HandOver
 from minillm.serve.transfer.layout import Layout
+from minillm.serve.transfer.migrate import Moved, keys_offered, put_in, take_out
 from minillm.serve.transfer.pool import PrefillAt, PrefillPool
 from minillm.serve.transfer.prefill import serve_prefill
 from minillm.serve.transfer.receive import Receiver
@@ -30,10 +32,14 @@ __all__ = [
     "DecodeSide",
     "HandOver",
     "Layout",
+    "Moved",
     "PrefillAt",
     "PrefillPool",
     "Receipt",
     "Receiver",
     "Sender",
+    "keys_offered",
+    "put_in",
     "serve_prefill",
+    "take_out",
 ]

@@ -1,6 +1,6 @@
 """The decode side: an admitted sequence waits while a prefill pool fills its blocks, and goes on as after a hit.
 
-    admit ──▶ blocks of the whole prompt ──▶ begin: ask, (RECEIVE, ticket, block) ──▶ keys arrive ──▶ `received`
+    admit ──▶ blocks of the whole prompt ──▶ begin: ask, (RECEIVE, ticket, block) ──▶ keys arrive ──▶ computed
                                               no room, no computation                    │
                                               gone, too late, refused, preempted ────────┘ what is whole counts
 
@@ -22,6 +22,7 @@ from weakref import WeakSet
 
 from minillm.comm import Group
 from minillm.model import ModelConfig
+from minillm.serve.requests.request import Sample
 from minillm.serve.schedule.blocks import CLOSE, RECEIVE
 from minillm.serve.schedule.sequence import Sequence
 from minillm.serve.transfer.layout import Layout, digest_of
@@ -109,7 +110,7 @@ class DecodeSide:
         for thread in self._threads:
             thread.start()
 
-    def begin(self, sequence: Sequence) -> bool:
+    def begin(self, sequence: Sample) -> bool:
         """Whether a sequence that was just admitted waits for its keys."""
         start, size = sequence.num_computed, self.pool.block_size
         asked = sequence.num_tokens - 1 - start
@@ -121,8 +122,8 @@ class DecodeSide:
         self._waiting[ticket] = Waiting(ticket, sequence, start, asked, self._epoch, now, whole)
         sequence.ticket = ticket
         self.pool.moves += [(RECEIVE, ticket, block) for block in sequence.blocks[start // size :]]
-        namespace = str(sequence.origin.hash)
-        self._asks.put({"ask": ticket, "tokens": sequence.tokens[:-1], "start": start, "salt": namespace})
+        salt = sequence.request.salt  # so that the pool's cache keeps tenants apart as well
+        self._asks.put({"ask": ticket, "tokens": sequence.tokens[:-1], "start": start, "salt": salt})
         return True
 
     def poll(self) -> None:
@@ -187,7 +188,11 @@ class DecodeSide:
         received = self._forget(waiting, outcome, reason)
         if outcome != "whole":
             self._alone.add(waiting.sequence)
-        self.scheduler.received(waiting.sequence, waiting.start + received)
+        sequence = waiting.sequence
+        sequence.ticket = 0
+        sequence.num_computed += received
+        sequence.received_tokens += received
+        self.scheduler.publish(sequence, waiting.start)
 
     def _forget(self, waiting: Waiting, outcome: str, reason: str = "") -> int:
         """Returns how many tokens are whole."""

@@ -66,9 +66,16 @@ class PrefillPool:
     """at: where it listens and what it is asked for, to give to an engine in another process. processes: its ranks.
     starts: how often they were started: they are started anew when one of them has died."""
 
-    def __init__(self, source: str | Path | Transformer, ranks: int, at: PrefillAt, options: dict[str, Any]):
+    def __init__(
+        self,
+        source: str | Path | Transformer,
+        ranks: int,
+        at: PrefillAt,
+        device: str | None,
+        options: dict[str, Any],
+    ):
         self.at, self.processes, self.starts, self.failure = at, [], 0, None
-        self._source, self._ranks, self._options = source, ranks, options
+        self._source, self._ranks, self._device, self._options = source, ranks, device, options
         self._sides: list[DecodeSide | Member] = []
         self._line: Line | None = None
         self._closed, self._is_there = False, threading.Event()
@@ -84,18 +91,28 @@ class PrefillPool:
         address: str = "127.0.0.1:0",
         min_tokens: int = PrefillAt.min_tokens,
         timeout_s: float = PrefillAt.timeout_s,
+        device: str | None = "cpu",
         link: Link | None = None,
         **options: Any,
     ) -> "PrefillPool":
-        """Starts ranks and returns when they have loaded. source, options: of `over_ranks`. address: as of
-        `serve_prefill`. ValueError: what a rank refuses."""
+        """Starts ranks and returns when they have loaded. source, options: of `over_ranks`. address, link: as of
+        `serve_prefill`. device: as of `launch`. ValueError: what a rank refuses."""
         check_whole("ranks", ranks, 1)
-        pool = cls(source, ranks, PrefillAt(address, min_tokens, timeout_s), options | {"link": link})
-        for thread in pool._threads:
-            thread.start()
-        if not pool._is_there.wait(START_S) or pool.failure is not None:
+        if "RANK" in os.environ:
+            raise ValueError(
+                "a prefill pool starts processes of its own, which a rank of torchrun cannot: start it apart."
+            )
+        pool = cls(source, ranks, PrefillAt(address, min_tokens, timeout_s), device, options | {"link": link})
+        try:
+            for thread in pool._threads:
+                thread.start()
+            if not pool._is_there.wait(START_S):
+                raise ValueError(f"the prefill pool has not started within {START_S:g} s.")
+            if pool.failure is not None:
+                raise pool.failure
+        except BaseException:
             pool.close()
-            raise pool.failure or ValueError(f"the prefill pool has not started within {START_S:g} s.")
+            raise
         return pool
 
     def attach(self, llm: "LLM", config: ModelConfig) -> DecodeSide | Member:
@@ -142,7 +159,7 @@ class PrefillPool:
             self.starts += 1
             given = (self._source, self.at.address, door, self._options)
             try:
-                launch(_serve, self._ranks, *given, timeout=SILENT_S, device=self._options.get("device", "cpu"))
+                launch(_serve, self._ranks, *given, timeout=SILENT_S, device=self._device)
                 return
             except (RankError, HangError, ValueError) as error:
                 self.processes = []

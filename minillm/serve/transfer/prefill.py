@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minillm.comm import Group, Link
+from minillm.comm.ranks import of_all_ranks
 from minillm.model import ModelConfig, Transformer
 from minillm.serve.ranks.engine import over_ranks
-from minillm.serve.requests.output import Output
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import Request
 from minillm.serve.run.step import Step
@@ -68,12 +68,14 @@ class Asked:
 
 
 class PrefillSide:
-    """On each rank; `attach`ed to its engine by `over_ranks`, which calls `serve` on rank 0."""
+    """On each rank; `attach`ed to its engine by `over_ranks`, which calls `serve` on rank 0. group: None for an engine
+    that is whole, whose requests of its own go on beside."""
 
-    def __init__(self, group: Group, address: str, door: str | None, link: Link | None):
+    def __init__(self, group: Group | None, address: str, door: str | None = None, link: Link | None = None):
+        self.rank, self.ranks = (0, 1) if group is None else (group.rank, group.world_size)
         self.group, self.link, self.door = group, link, door
         self.host, port = host_and_port(address)
-        self.port = port and port + group.rank
+        self.port = port and port + self.rank
         self.stopped = threading.Event()
         self.inbox: queue.SimpleQueue[tuple[int, Line, dict | None]] = queue.SimpleQueue()
         self._wake = threading.Event()
@@ -83,16 +85,15 @@ class PrefillSide:
 
     def attach(self, llm: "LLM", config: ModelConfig) -> "PrefillSide":
         """config: of the whole model."""
-        group = self.group
         self.listener = socket.create_server((self.host, self.port))
         self.listener.settimeout(LOOK_S)
-        self.addresses = group.gather_objects(address_of(self.listener))
-        self.layout = Layout.of(config, llm.cache, digest_of(llm.model), group.world_size)
-        self.sender = llm.runner.sender = Sender(llm.cache, self.layout, group.rank, self.link)
+        self.addresses = of_all_ranks(self.group, address_of(self.listener))
+        self.layout = Layout.of(config, llm.cache, digest_of(llm.model), self.ranks)
+        self.sender = llm.runner.sender = Sender(llm.cache, self.layout, self.rank, self.link)
         llm.core.builder.sends_of = self.sends_of
-        processes = group.gather_objects(os.getpid())
+        processes = of_all_ranks(self.group, os.getpid())
         self._start(self._accept)
-        if self.door is not None and group.rank == 0:
+        if self.door is not None and self.rank == 0:
             line = dial(self.door)
             line.tell(address=self.addresses[0], processes=processes)
             self._start(self._watch, line)
@@ -105,8 +106,9 @@ class PrefillSide:
             if self._asked and self.sender.staged_bytes > MOST_STAGED:
                 time.sleep(BUSY_S)
             elif self._asked:
-                for output in llm.step():
-                    self._ended(output)
+                llm.advance()
+                for sequence in [each for each, asked in self._asked.items() if asked.request.ended is not None]:
+                    self._ended(self._asked.pop(sequence))
             else:
                 self._wake.wait(LOOK_S)
                 self._wake.clear()
@@ -149,20 +151,18 @@ class PrefillSide:
     def _add(self, llm: "LLM", line: Line, message: dict) -> None:
         ticket, start = message["ask"], message["start"]
         try:
-            request = llm.requests.request(message["tokens"], ONE_TOKEN, salt=message["salt"])
-            llm.requests.submit(request, str(ticket))
+            request = llm.requests.request(message["tokens"], ONE_TOKEN, salt=message["salt"], awaited=True)
+            sequence = request.samples[0]
+            self._asked[sequence] = Asked(ticket, request, line, start, start)
+            llm.requests.submit(request, f"ticket {ticket}")
         except (ValueError, RuntimeError) as refusal:
+            self._asked = {each: asked for each, asked in self._asked.items() if asked.ticket != ticket}
             line.tell(failed=ticket, why=str(refusal))
-            return
-        self._asked[request.samples[0]] = Asked(ticket, request, line, start, start)
 
-    def _ended(self, output: Output) -> None:
-        ticket = int(output.request_id)
-        sequence, asked = next(each for each in self._asked.items() if each[1].ticket == ticket)
-        del self._asked[sequence]
-        if output.error is not None:
-            asked.line.tell(failed=ticket, why=output.error)
-        self.sender.after_all(peer_of(ticket), lambda: self._tell_receipt(asked))
+    def _ended(self, asked: Asked) -> None:
+        if asked.request.error is not None:
+            asked.line.tell(failed=asked.ticket, why=asked.request.error)
+        self.sender.after_all(peer_of(asked.ticket), lambda: self._tell_receipt(asked))
 
     def _tell_receipt(self, asked: Asked) -> None:
         receipt = Receipt.of(asked.ticket, self.sender.sent.pop(asked.ticket, []), self.layout.layers)
@@ -194,7 +194,7 @@ class PrefillSide:
         try:
             if hello.get("kind") == "data":
                 self._serve_data(line, hello)
-            elif hello.get("kind") == "control" and self.group.rank == 0:
+            elif hello.get("kind") == "control" and self.rank == 0:
                 self._serve_control(line, hello)
         finally:
             self._lines.discard(line)

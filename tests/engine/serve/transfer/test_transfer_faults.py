@@ -157,6 +157,8 @@ def test_what_is_no_pool_is_refused():
     for address, said in (("127.0.0.1:1", "no prefill pool can be reached at 127.0.0.1:1"), ("9000", "HOST:PORT")):
         with pytest.raises(ValueError, match=said):
             LLM(model, prefill=PrefillAt(address))
+    with pytest.raises(ValueError, match="prefill '9000' must be a PrefillPool"):
+        LLM(model, prefill="9000")
     with pytest.raises(ValueError, match="sliding window"):
         LLM(model_of("window"), prefill=PrefillAt("127.0.0.1:1"))
     with pytest.raises(ValueError, match=r"3 tensor-parallel ranks"):
