@@ -6,20 +6,20 @@ answer, divided by the tenant's weight.
 
     a place in the batch is free ──▶ the tenant with the smallest counter among those that wait ──▶ its first request
     a tenant comes back          ──▶ its counter is lifted to the smallest of those that wait: idleness is not saved up
-    no place is free             ──▶ the tenant that holds most beyond its share gives back its youngest sequences
+    no place is free             ──▶ a tenant that holds fewer than another takes the other's youngest sequence's place
 
 It is work-conserving: a tenant alone gets everything. Of two tenants that both always wait, the service differs by at
 most 2 · max(PROMPT · longest prompt, ANSWER · tokens that fit the pool), however long it lasts (Section 4). The order
 within a tenant, preemption for want of blocks and everything else are the `Scheduler`'s. Prompt tokens found in the
 cache cost nothing; one that is computed again after a preemption was paid before.
 
-The third line is not the paper's: a counter alone decides who is next, and whoever is next may still wait for an answer
-of the tenant that filled the batch. A tenant's share is its weight among those that wait or run; what it holds is its
-part of the places or of the blocks, whichever is larger (dominant resource: Ghodsi et al. 2011,
-https://www.usenix.org/conference/nsdi11/dominant-resource-fairness-fair-allocation-multiple-resource-types). Who would
-stay within its share takes back what another, with no smaller counter, holds beyond its own. What a tenant holds within
-its share stays, so nothing goes back and forth; a sequence that gave way keeps its tokens, and its blocks while they
-are cached.
+The third line is not the paper's: a counter decides who is next, and whoever is next may still wait until an answer of
+the tenant that filled the batch ends. What a tenant holds is its part of the places or of the blocks, whichever is
+larger, divided by its weight (dominant resource: Ghodsi et al. 2011,
+https://www.usenix.org/conference/nsdi11/dominant-resource-fairness-fair-allocation-multiple-resource-types). A place is
+taken only if the other still holds no less afterwards, so that it cannot take it back, and only if the other's counter
+is not smaller by more than the tokens of a step, within which the order of arrivals is chance; the bound above grows by
+as much. A sequence that gave way keeps its tokens, and its blocks while they are cached.
 """
 
 from collections.abc import Callable, Mapping
@@ -176,11 +176,12 @@ class FairScheduler(Scheduler):
         elif self._last_left is not None:
             share.counter = max(share.counter, self._last_left.counter)
 
+    def _may_be_next(self) -> list[Share]:
+        return [share for share in self.shares.values() if share.head is not None and share.may_run(share.head)]
+
     def _first_waiting(self) -> Sequence | None:
-        shares = [share for share in self.shares.values() if share.head is not None and share.may_run(share.head)]
-        if not shares:
-            return None
-        return min(shares, key=lambda share: share.turn).head
+        shares = self._may_be_next()
+        return min(shares, key=lambda share: share.turn).head if shares else None
 
     def _admit(self, sequence: Sequence) -> bool:
         share = self.share_of(sequence)
@@ -199,51 +200,68 @@ class FairScheduler(Scheduler):
         super()._stop_running(sequence)
         self.share_of(sequence).running -= sequence.num_seqs
 
+    def _prompts_in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
+        """What a step has for prompts goes first to tenants with fewer places."""
+        return sorted(prompts, key=lambda sequence: (share := self.share_of(sequence)).running / share.weight)
+
     def _take_back(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Before a step is planned: sequences that are admitted because others hold more than their share, and those
-        that made room for them."""
+        """Before a step is planned: sequences that are admitted because another tenant holds more, and those that made
+        room for them."""
         admitted, preempted = [], []
-        budget = self.token_budget - sum(sequence.num_uncomputed for sequence in self.running)
+        budget = self.token_budget - len(self.running)
         while budget > 0 and (claim := self._first_claim()):
             sequence, victims = claim
             for victim in victims:
                 self.share_of(victim).gave_way += 1
                 self._preempt(victim)
             preempted += victims
-            if not self._admit(sequence):
+            if not self._admit(sequence):  # a victim's block was counted that it hits itself
                 break
             admitted.append(sequence)
             budget -= sequence.num_uncomputed
         return admitted, preempted
 
-    def _first_claim(self):
-        for share in sorted((each for each in self.shares.values() if each.head is not None and each.may_run(each.head)), key=lambda each: each.turn):
-            if (victims := self._victims(share.head)) is not None:
+    def _first_claim(self) -> tuple[Sequence, list[Sequence]] | None:
+        """The first waiting sequence, in turn, whose tenant may take places from another, and whom to preempt for it:
+        nobody, if it fits before others that are admitted by their counters."""
+        waiting = self._may_be_next()
+        if len(waiting) == 1 and waiting[0].running == self.num_seqs:
+            return None  # a tenant alone, as in most steps
+        running = self._running_by_tenant()
+        for share in sorted(waiting, key=lambda share: share.turn):
+            if (victims := self._victims(share, running)) is not None:
                 return share.head, victims
         return None
 
-    def _victims(self, sequence: Sequence) -> list[Sequence] | None:
-        """Whom to preempt so that a waiting sequence fits. None if its tenant may not claim a place, or if room for it
-        takes more than others hold beyond their share."""
-        mine, running = self.share_of(sequence), self._running_by_tenant()
-        own = running.pop(self._tenant_of(sequence), [])
-        wanted = self._part(own, sequence.num_seqs, self.pool.blocks_for(sequence.wanted(self.piece))) / mine.weight
-        latest = mine.counter - self.token_budget / mine.weight
+    def _victims(self, mine: Share, running: dict[str, list[Sequence]]) -> list[Sequence] | None:
+        """Whom to preempt so that a tenant's first waiting sequence fits. None if nobody else would still hold as much
+        as this tenant then, or if those who would cannot make enough room. running: of each tenant, the youngest last.
+        """
+        sequence = mine.head
+        tenant, seats, blocks = self._tenant_of(sequence), *self._missing(sequence)
+        own, wanted = running.get(tenant, []), self.pool.blocks_for(sequence.wanted(self.piece))
+        holds = self._part(own, sequence.num_seqs, wanted) / mine.weight
+        least = mine.counter - PROMPT * self.token_budget / mine.weight
+        left = {
+            name: theirs.copy()
+            for name, theirs in running.items()
+            if name != tenant and self.shares[name].counter >= least
+        }
 
-        def left(tenant: str) -> float:
-            return self._part(running[tenant][:-1]) / self.shares[tenant].weight
+        def after(name: str) -> float:
+            return self._part(left[name][:-1]) / self.shares[name].weight
 
-        givers = [name for name in running if self.shares[name].counter >= latest and left(name) >= wanted]
-        seats, blocks = self._missing(sequence)
         victims: list[Sequence] = []
-        while givers and (seats > 0 or blocks > 0):
-            name = max(givers, key=left)
-            if left(name) < wanted:
+        if not left or max(map(after, left)) < holds:
+            return None
+        while seats > 0 or blocks > 0:
+            name = max(left, key=after)
+            if after(name) < holds:
                 return None
-            victims.append(victim := running[name].pop())
+            victims.append(victim := left[name].pop())
             seats -= victim.num_seqs
             blocks -= self.reserve + sum(self.pool.references[block] == 1 for block in victim.held_blocks)
-        return victims if givers else None
+        return victims
 
     def _running_by_tenant(self) -> dict[str, list[Sequence]]:
         """Each tenant's running sequences, the youngest last."""
@@ -260,6 +278,8 @@ class FairScheduler(Scheduler):
 
     def _missing(self, sequence: Sequence) -> tuple[int, int]:
         """Places and blocks that it lacks to be admitted; none, or fewer, if it has them."""
+        if sequence.adapter is not None and not self.adapters_fit(self.adapters_in_use | {sequence.adapter}):
+            return self.max_num_seqs + 1, 0  # more than anybody can give
         hits = self.pool.lookup(self._prefixes(sequence)) if self.pool.window is None else []
         fresh = self.pool.blocks_for(sequence.wanted(self.piece)) - len(hits) + self.pool.idle(hits)
         seats = self.num_seqs + sequence.num_seqs - self.max_num_seqs
