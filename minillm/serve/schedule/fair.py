@@ -17,9 +17,9 @@ The third line is not the paper's: a counter decides who is next, and whoever is
 the tenant that filled the batch ends. What a tenant holds is its part of the places or of the blocks, whichever is
 larger, divided by its weight (dominant resource: Ghodsi et al. 2011,
 https://www.usenix.org/conference/nsdi11/dominant-resource-fairness-fair-allocation-multiple-resource-types). A place is
-taken only if the other still holds no less afterwards, so that it cannot take it back, and only if the other's counter
-is not smaller by more than the tokens of a step, within which the order of arrivals is chance; the bound above grows by
-as much. A sequence that gave way keeps its tokens, and its blocks while they are cached.
+taken only if the other still holds no less afterwards, so that it cannot take it back, and only from a tenant whose
+counter is at most `ahead` behind: so much sooner may the requests of a burst run, and the bound above grows by it. A
+sequence that gave way keeps its tokens, and its blocks while they are cached.
 """
 
 from collections.abc import Callable, Mapping
@@ -77,7 +77,8 @@ def salt_of(sequence: Sequence) -> str:
 class FairScheduler(Scheduler):
     """A `Scheduler` that admits by the virtual token counter. shares: by tenant; an unknown one gets weight 1, and is
     forgotten some time after it has left (`MOST_REMEMBERED`). take_back: False leaves every sequence where it is, as in
-    the paper. clock: for block-seconds, 0 at all times without. tenant_of: whose a sequence is.
+    the paper; ahead: of the service, by which a tenant that takes a place may be ahead, None = the tokens of a step.
+    clock: for block-seconds, 0 at all times without. tenant_of: whose a sequence is.
 
         LLM(model, scheduler=partial(FairScheduler, shares={"ada": Share(weight=2)}))
     """
@@ -88,6 +89,7 @@ class FairScheduler(Scheduler):
         *,
         shares: Mapping[str, Share] | None = None,
         take_back: bool = True,
+        ahead: int | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         tenant_of: Callable[[Sequence], str] = salt_of,
         **options,
@@ -96,6 +98,7 @@ class FairScheduler(Scheduler):
         self.take_back = take_back
         self._clock, self._tenant_of = clock, tenant_of
         super().__init__(pool, **options)
+        self.ahead = self.token_budget if ahead is None else ahead
 
     def reset(self) -> None:
         super().reset()
@@ -241,7 +244,7 @@ class FairScheduler(Scheduler):
         tenant, seats, blocks = self._tenant_of(sequence), *self._missing(sequence)
         own, wanted = running.get(tenant, []), self.pool.blocks_for(sequence.wanted(self.piece))
         holds = self._part(own, sequence.num_seqs, wanted) / mine.weight
-        least = mine.counter - PROMPT * self.token_budget / mine.weight
+        least = mine.counter - self.ahead / mine.weight
         left = {
             name: theirs.copy()
             for name, theirs in running.items()
