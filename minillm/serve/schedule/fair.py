@@ -37,8 +37,9 @@ MOST_REMEMBERED = 1024  # tenants that were not named at the start, if fewer are
 @dataclass
 class Share:
     """What a tenant may have and has had. weight: of its service; 2 gets twice as much. most_running: of its sequences
-    in the batch, None = as many as there are places. counter: weighted service. running: places that it holds. answered, block_seconds: its tokens, and blocks times the seconds it held them (a shared block counts for
-    each of its holders). gave_way: sequences that made room for another tenant's."""
+    in the batch, None = as many as there are places. counter: weighted service. running: places that it holds.
+    answered, block_seconds: its tokens, and blocks times the seconds it held them (a shared block counts for each of
+    its holders). gave_way: sequences that made room for another tenant's."""
 
     weight: float = 1.0
     most_running: int | None = None

@@ -171,11 +171,15 @@ def test_weights_are_shares_of_the_service():
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_counters_of_tenants_that_wait_stay_within_the_papers_bound(data):
-    """Section 4: they differ by at most max(PROMPT · longest prompt, ANSWER · tokens that fit), here with weights; by as
-    much more as a tenant may be ahead that takes a place."""
-    take_back = data.draw(st.booleans())
+    """Section 4: they differ by at most max(PROMPT · longest prompt, ANSWER · tokens that fit), here with weights; by
+    as much more as a tenant may be ahead that takes a place."""
     blocks = data.draw(st.sampled_from([(16, 4), (64, 4), (12, 8)]))
-    run = Run(blocks=blocks[0], size=blocks[1], max_num_seqs=data.draw(st.integers(1, 6)), take_back=take_back)
+    run = Run(
+        blocks=blocks[0],
+        size=blocks[1],
+        max_num_seqs=data.draw(st.integers(1, 6)),
+        take_back=(take_back := data.draw(st.booleans())),
+    )
     weights = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=2, max_size=4))
     names = [f"tenant-{number}" for number in range(len(weights))]
     for name, weight in zip(names, weights, strict=True):
