@@ -267,8 +267,9 @@ def create_app(
         return Response(status_code=200 if api.ready and api.healthy and not api.admission.draining else 503)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(api.metrics.text(), media_type="text/plain; version=0.0.4")
+    async def metrics(request: Request) -> Response:
+        seen = api.keys.sees_only(request.state.tenant)
+        return Response(api.metrics.text(seen), media_type="text/plain; version=0.0.4")
 
     @app.get("/")
     async def page() -> HTMLResponse:

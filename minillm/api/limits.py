@@ -11,6 +11,7 @@ from minillm.files import opened
 from minillm.serve.schedule.fair import Share
 
 SHORTEST_KEY = 8
+OPERATOR = "operator"  # the tenant that may see what all tenants do
 LARGEST_KEYS = 16 << 20  # bytes of a file of keys
 LONGEST_MESSAGE, LONGEST_PARAM = 1000, 100  # characters of an error
 
@@ -98,6 +99,10 @@ class Keys:
         if len(secret) < SHORTEST_KEY:
             raise ValueError(f"{option} has fewer than {SHORTEST_KEY} characters: choose a longer one")
         return Keys(self.secrets | {name: secret}, self.terms)
+
+    def sees_only(self, tenant: str) -> str | None:
+        """Of whom a tenant may see numbers: of itself, None = of everybody if it is the operator or the only one."""
+        return None if tenant == OPERATOR or len(self.secrets) < 2 else tenant
 
     def tenant(self, authorization: str | None) -> str:
         """Whose "Bearer KEY" this is; ApiError 401 if nobody's. Compares with every key, in constant time each.

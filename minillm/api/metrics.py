@@ -56,8 +56,22 @@ class Metrics:
         for phase, seconds in start.phases.items():
             gauge.labels(phase).set(seconds)
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+    def text(self, tenant: str | None = None) -> bytes:
+        """All of it, or without what belongs to other tenants."""
+        return generate_latest(self.registry if tenant is None else OwnRows(self.registry, tenant))
+
+
+class OwnRows:
+    """A registry, as one tenant may read it: its own rows, and those of nobody."""
+
+    def __init__(self, registry: CollectorRegistry, tenant: str):
+        self.registry, self.tenant = registry, tenant
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self.registry.collect():
+            own = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+            own.samples = [each for each in metric.samples if each.labels.get("tenant", self.tenant) == self.tenant]
+            yield own
 
 
 class Shares(Collector):

@@ -53,8 +53,8 @@ def command(
 
     check_installed("route")
     from minillm.api.entry import is_loopback
-    from minillm.api.limits import Keys, Limits
-    from minillm.api.router.app import OPERATOR, RouterOptions, create_router
+    from minillm.api.limits import OPERATOR, Keys, Limits
+    from minillm.api.router.app import RouterOptions, create_router
     from minillm.api.router.fleet import checked_url
     from minillm.api.router.processes import Processes
     from minillm.api.router.spawned import Spawned

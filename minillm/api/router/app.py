@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from minillm.api.connection import ClosingResponse, body_of, while_connected
 from minillm.api.entry import Entry
 from minillm.api.errors import answer_errors
-from minillm.api.limits import Admission, ApiError, Keys, Limits
+from minillm.api.limits import OPERATOR, Admission, ApiError, Keys, Limits
 from minillm.api.router.budget import RetryBudget
 from minillm.api.router.fleet import Fleet
 from minillm.api.router.forward import SENT, Asked, Forwarder, Passing, Whole
@@ -27,7 +27,6 @@ from minillm.api.router.policies import POLICIES
 from minillm.api.router.prefix import prefix_key
 from minillm.api.router.spawned import Spawned
 
-OPERATOR = "operator"  # the tenant whose key is --admin-key
 KEEPALIVE_S = 3.0  # of connections to replicas, which close theirs after 5
 CONNECT_S, WRITE_S = 5.0, 30.0
 Seconds = Annotated[float, Query(ge=0, allow_inf_nan=False)]
@@ -222,8 +221,9 @@ def create_router(
         return Response(status_code=200 if router.fleet.ready and not router.admission.draining else 503)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        content = router.metrics.text(router.fleet, router.budget.balance)
+    async def metrics(request: Request) -> Response:
+        seen = router.keys.sees_only(request.state.tenant)
+        content = router.metrics.text(router.fleet, router.budget.balance, seen)
         return Response(content, media_type="text/plain; version=0.0.4")
 
     @app.get("/replicas")

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from minillm.api.metrics import SECONDS
+from minillm.api.metrics import SECONDS, OwnRows
 
 if TYPE_CHECKING:
     from minillm.api.router.fleet import Fleet
@@ -27,11 +27,12 @@ class RouterMetrics:
         self._ready = Gauge("minillm_router_ready", "1: it gets requests", ("replica",), **own)
         self._budget = Gauge("minillm_router_retry_budget", "retries that are allowed now", **own)
 
-    def text(self, fleet: "Fleet", budget: float) -> bytes:
+    def text(self, fleet: "Fleet", budget: float, tenant: str | None = None) -> bytes:
+        """All of it, or without what belongs to other tenants."""
         for gauge in (self._outstanding, self._ready):
             gauge.clear()
         for url, replica in fleet.replicas.items():
             self._outstanding.labels(url).set(replica.outstanding)
             self._ready.labels(url).set(replica.state == "ready")
         self._budget.set(budget)
-        return generate_latest(self.registry)
+        return generate_latest(self.registry if tenant is None else OwnRows(self.registry, tenant))

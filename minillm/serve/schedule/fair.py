@@ -1,4 +1,4 @@
-"""Tenants get equal service, whatever each asks for: the virtual token counter.
+"""Tenants get equal service, whatever each asks for: the virtual token counter, and places that are taken back.
 
 Sheng et al. 2024, "Fairness in Serving Large Language Models" (https://arxiv.org/abs/2401.00588), Algorithm 2. Each
 tenant has a counter of the service it had: `PROMPT` for a prompt token that is computed, `ANSWER` for a token of an
@@ -6,11 +6,20 @@ answer, divided by the tenant's weight.
 
     a place in the batch is free ──▶ the tenant with the smallest counter among those that wait ──▶ its first request
     a tenant comes back          ──▶ its counter is lifted to the smallest of those that wait: idleness is not saved up
+    no place is free             ──▶ a tenant that holds fewer than another takes the other's youngest sequence's place
 
 It is work-conserving: a tenant alone gets everything. Of two tenants that both always wait, the service differs by at
 most 2 · max(PROMPT · longest prompt, ANSWER · tokens that fit the pool), however long it lasts (Section 4). The order
-within a tenant, preemption and everything else are the `Scheduler`'s. Prompt tokens found in the cache cost nothing;
-one that is computed again after a preemption was paid before.
+within a tenant, preemption for want of blocks and everything else are the `Scheduler`'s. Prompt tokens found in the
+cache cost nothing; one that is computed again after a preemption was paid before.
+
+The third line is not the paper's: a counter decides who is next, and whoever is next may still wait until an answer of
+the tenant that filled the batch ends. What a tenant holds is its part of the places or of the blocks, whichever is
+larger, divided by its weight (dominant resource: Ghodsi et al. 2011,
+https://www.usenix.org/conference/nsdi11/dominant-resource-fairness-fair-allocation-multiple-resource-types). A place is
+taken only if the other still holds no less afterwards, so that it cannot take it back, and only from a tenant whose
+counter is at most `ahead` behind: so much sooner may the requests of a burst run, and the bound above grows by it. A
+sequence that gave way keeps its tokens, and its blocks while they are cached.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,18 +31,21 @@ from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Plan, Sequence, State
 
 PROMPT, ANSWER = 1, 2  # service of a token: an answer's needs a pass of its own (the paper's weights)
+MOST_REMEMBERED = 1024  # tenants that were not named at the start, if fewer are active
 
 
 @dataclass
 class Share:
     """What a tenant may have and has had. weight: of its service; 2 gets twice as much. most_running: of its sequences
-    in the batch, None = as many as there are places. counter: weighted service. answered, block_seconds: its tokens,
-    and blocks times the seconds it held them (a shared block counts for each of its holders)."""
+    in the batch, None = as many as there are places. counter: weighted service. running: places that it holds.
+    answered, block_seconds: its tokens, and blocks times the seconds it held them (a shared block counts for each of
+    its holders). gave_way: sequences that made room for another tenant's."""
 
     weight: float = 1.0
     most_running: int | None = None
     counter: float = 0.0
     running: int = 0
+    gave_way: int = 0
     answered: int = 0
     block_seconds: float = 0.0
     queue: list[tuple[tuple, Sequence]] = field(default_factory=list, repr=False)
@@ -50,6 +62,10 @@ class Share:
         """Smaller is sooner; among equal counters the first to arrive."""
         return self.counter, self.head.rank
 
+    @property
+    def is_active(self) -> bool:
+        return self.running > 0 or self.head is not None
+
     def may_run(self, sequence: Sequence) -> bool:
         return self.most_running is None or self.running + sequence.num_seqs <= self.most_running
 
@@ -60,8 +76,10 @@ def salt_of(sequence: Sequence) -> str:
 
 
 class FairScheduler(Scheduler):
-    """A `Scheduler` that admits by the virtual token counter. shares: by tenant; an unknown one gets weight 1. clock:
-    for block-seconds, 0 at all times without. tenant_of: whose a sequence is.
+    """A `Scheduler` that admits by the virtual token counter. shares: by tenant; an unknown one gets weight 1, and is
+    forgotten some time after it has left (`MOST_REMEMBERED`). take_back: False leaves every sequence where it is, as in
+    the paper; ahead: of the service, by which a tenant that takes a place may be ahead, None = the tokens of a step.
+    clock: for block-seconds, 0 at all times without. tenant_of: whose a sequence is.
 
         LLM(model, scheduler=partial(FairScheduler, shares={"ada": Share(weight=2)}))
     """
@@ -71,13 +89,17 @@ class FairScheduler(Scheduler):
         pool: BlockPool,
         *,
         shares: Mapping[str, Share] | None = None,
+        take_back: bool = True,
+        ahead: int | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         tenant_of: Callable[[Sequence], str] = salt_of,
         **options,
     ):
-        self.shares = dict(shares or {})
+        self.shares, self._given = dict(shares or {}), frozenset(shares or {})
+        self.take_back = take_back
         self._clock, self._tenant_of = clock, tenant_of
         super().__init__(pool, **options)
+        self.ahead = self.token_budget if ahead is None else ahead
 
     def reset(self) -> None:
         super().reset()
@@ -90,8 +112,18 @@ class FairScheduler(Scheduler):
     def share_of(self, sequence: Sequence) -> Share:
         tenant = self._tenant_of(sequence)
         if (share := self.shares.get(tenant)) is None:
+            self._forget()
             share = self.shares[tenant] = Share()
         return share
+
+    def _forget(self) -> None:
+        """Makes room for one more. The smallest counters go first: on their return they are lifted as they would be."""
+        if len(self.shares) - len(self._given) < MOST_REMEMBERED:
+            return
+        others = [(share.counter, tenant) for tenant, share in self.shares.items() if tenant not in self._given]
+        idle = [each for each in sorted(others) if not self.shares[each[1]].is_active]
+        for _, tenant in idle[: MOST_REMEMBERED // 2]:
+            del self.shares[tenant]
 
     def check(self, sequence: Sequence) -> None:
         super().check(sequence)
@@ -102,7 +134,10 @@ class FairScheduler(Scheduler):
 
     def schedule(self) -> Plan:
         self._count_running()
-        return super().schedule()
+        admitted, preempted = self._take_back() if self.take_back else ([], [])
+        plan = super().schedule()
+        plan.admitted[:0], plan.preempted[:0] = admitted, preempted
+        return plan
 
     def fork(self, sequence: Sequence, others) -> None:
         others = list(others)
@@ -128,7 +163,7 @@ class FairScheduler(Scheduler):
             self._paid[sequence] = length
             share.answered += tokens
             share.counter += ANSWER * tokens / share.weight
-        share.block_seconds += (len(sequence.blocks) - sequence.first_block) * seconds
+        share.block_seconds += _num_held(sequence) * seconds
 
     def _wait(self, sequence: Sequence) -> None:
         share = self.share_of(sequence)
@@ -145,17 +180,16 @@ class FairScheduler(Scheduler):
         elif self._last_left is not None:
             share.counter = max(share.counter, self._last_left.counter)
 
+    def _may_be_next(self) -> list[Share]:
+        return [share for share in self.shares.values() if share.head is not None and share.may_run(share.head)]
+
     def _first_waiting(self) -> Sequence | None:
-        """`_heap`, from which the scheduler takes what it admits, is the queue of the tenant whose turn it is."""
-        shares = [share for share in self.shares.values() if share.head is not None and share.may_run(share.head)]
-        if not shares:
-            return None
-        first = min(shares, key=lambda share: share.turn)
-        self._heap = first.queue
-        return first.head
+        shares = self._may_be_next()
+        return min(shares, key=lambda share: share.turn).head if shares else None
 
     def _admit(self, sequence: Sequence) -> bool:
         share = self.share_of(sequence)
+        self._heap = share.queue  # from which the scheduler takes what it admits
         if not super()._admit(sequence):
             return False
         share.running += sequence.num_seqs
@@ -169,3 +203,92 @@ class FairScheduler(Scheduler):
     def _stop_running(self, sequence: Sequence) -> None:
         super()._stop_running(sequence)
         self.share_of(sequence).running -= sequence.num_seqs
+
+    def _prompts_in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
+        """What a step has for prompts goes first to tenants with fewer places."""
+        return sorted(prompts, key=lambda sequence: (share := self.share_of(sequence)).running / share.weight)
+
+    def _take_back(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Before a step is planned: sequences that are admitted because another tenant holds more, and those that made
+        room for them."""
+        admitted, preempted = [], []
+        budget = self.token_budget - len(self.running)
+        while budget > 0 and (claim := self._first_claim()):
+            sequence, victims = claim
+            for victim in victims:
+                self.share_of(victim).gave_way += 1
+                self._preempt(victim)
+            preempted += victims
+            if not self._admit(sequence):  # a victim's block was counted that it hits itself
+                break
+            admitted.append(sequence)
+            budget -= sequence.num_uncomputed
+        return admitted, preempted
+
+    def _first_claim(self) -> tuple[Sequence, list[Sequence]] | None:
+        """The first waiting sequence, in turn, whose tenant may take places from another, and whom to preempt for it:
+        nobody, if it fits before others that are admitted by their counters."""
+        waiting = self._may_be_next()
+        if len(waiting) == 1 and waiting[0].running == self.num_seqs:
+            return None  # a tenant alone, as in most steps
+        running = self._running_by_tenant()
+        for share in sorted(waiting, key=lambda share: share.turn):
+            if (victims := self._victims(share, running)) is not None:
+                return share.head, victims
+        return None
+
+    def _victims(self, mine: Share, running: dict[str, list[Sequence]]) -> list[Sequence] | None:
+        """Whom to preempt so that a tenant's first waiting sequence fits. None if nobody else would still hold as much
+        as this tenant then, or if those who would cannot make enough room. running: of each tenant, the youngest last.
+        """
+        sequence = mine.head
+        tenant, seats, blocks = self._tenant_of(sequence), *self._missing(sequence)
+        own, wanted = running.get(tenant, []), self.pool.blocks_for(sequence.wanted(self.piece))
+        holds = self._part(own, sequence.num_seqs, wanted) / mine.weight
+        least = mine.counter - self.ahead / mine.weight
+        left = {
+            name: theirs.copy()
+            for name, theirs in running.items()
+            if name != tenant and self.shares[name].counter >= least
+        }
+
+        def after(name: str) -> float:
+            return self._part(left[name][:-1]) / self.shares[name].weight
+
+        victims: list[Sequence] = []
+        if not left or max(map(after, left)) < holds:
+            return None
+        while seats > 0 or blocks > 0:
+            name = max(left, key=after)
+            if after(name) < holds:
+                return None
+            victims.append(victim := left[name].pop())
+            seats -= victim.num_seqs
+            blocks -= self.reserve + sum(self.pool.references[block] == 1 for block in victim.held_blocks)
+        return victims
+
+    def _running_by_tenant(self) -> dict[str, list[Sequence]]:
+        """Each tenant's running sequences, the youngest last."""
+        found: dict[str, list[Sequence]] = {}
+        for sequence in self.running:
+            found.setdefault(self._tenant_of(sequence), []).append(sequence)
+        return found
+
+    def _part(self, sequences: list[Sequence], seats: int = 0, blocks: int = 0) -> float:
+        """The part of the places or of the blocks that these hold, whichever is larger, with so many more."""
+        seats += sum(each.num_seqs for each in sequences)
+        blocks += sum(map(_num_held, sequences))
+        return max(seats / self.max_num_seqs, blocks / self.pool.total)
+
+    def _missing(self, sequence: Sequence) -> tuple[int, int]:
+        """Places and blocks that it lacks to be admitted; none, or fewer, if it has them."""
+        if sequence.adapter is not None and not self.adapters_fit(self.adapters_in_use | {sequence.adapter}):
+            return self.max_num_seqs + 1, 0  # more than anybody can give
+        hits = self.pool.lookup(self._prefixes(sequence)) if self.pool.window is None else []
+        fresh = self.pool.blocks_for(sequence.wanted(self.piece)) - len(hits) + self.pool.idle(hits)
+        seats = self.num_seqs + sequence.num_seqs - self.max_num_seqs
+        return seats, fresh + self.reserve * len(self.running) - self.pool.available
+
+
+def _num_held(sequence: Sequence) -> int:
+    return len(sequence.blocks) - sequence.first_block

@@ -116,7 +116,7 @@ class Scheduler:
             elif self._grow(sequence, plan):
                 self._give(sequence, self.token_budget, plan)
         budget = self.token_budget - len(batch)
-        for sequence in prompts:
+        for sequence in self._prompts_in_turn(prompts):
             if sequence.state is RUNNING and (len(batch) < share or sequence.num_uncomputed > min(budget, self.chunk)):
                 budget -= self._give(sequence, budget, plan)
         share = -(-min(self.num_seqs + self.num_waiting, self.max_num_seqs) // self.stages)
@@ -312,6 +312,9 @@ class Scheduler:
         sequence.state = State.WAITING
         self.num_waiting += 1
         heappush(self._heap, (sequence.rank, sequence))
+
+    def _prompts_in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
+        return prompts
 
     def _first_waiting(self) -> Sequence | None:
         while self._heap and self._heap[0][1].state is State.FINISHED:

@@ -15,6 +15,7 @@ from minillm.api.limits import Keys, shares_of  # isort: skip
 from minillm.api.tenants import Terms, TokenBucket
 
 ADA, ALAN = ({"authorization": f"Bearer secret-of-{name}"} for name in ("ada", "alan"))
+OPERATOR = {"authorization": "Bearer secret-of-operator"}
 ASKED = {"model": "draft", "prompt": [5, 6, 7, 8], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 
 
@@ -97,7 +98,8 @@ def test_a_rate_is_refused_with_the_seconds_to_wait_and_unused_tokens_come_back(
 
 
 def test_what_each_tenant_used_is_told_to_prometheus(tmp_path):
-    keys = keys_of(tmp_path, "ada secret-of-ada weight=2", "alan secret-of-alan running=1")
+    lines = ("ada secret-of-ada weight=2", "alan secret-of-alan running=1", "operator secret-of-operator")
+    keys = keys_of(tmp_path, *lines)
     made: list[LLM] = []
     steps = lambda: float(len(made[0].records)) if made else 0.0  # noqa: E731
     llm = engine(scheduler=partial(FairScheduler, shares=shares_of(keys), clock=steps))
@@ -106,7 +108,10 @@ def test_what_each_tenant_used_is_told_to_prometheus(tmp_path):
         for headers, n in ((ADA, 1), (ALAN, 1), (ALAN, 2)):
             answer = httpx.post(f"{found.url}/v1/completions", json=ASKED | {"n": n}, headers=headers, timeout=60)
             assert answer.status_code == (400 if n == 2 else 200), "n 2 is more than its cap of 1"
-        text = httpx.get(f"{found.url}/metrics", headers=ADA).text
+        text = httpx.get(f"{found.url}/metrics", headers=OPERATOR).text
+        own = httpx.get(f"{found.url}/metrics", headers=ADA).text
+        assert 'tenant="ada"' in own and "alan" not in own and 'minillm_kv_blocks{model="draft"}' in own
+        assert value(own, "minillm_tokens_total", "ada", 'kind="answer",') == 16
         for tenant in ("ada", "alan"):
             passes = 16 - 1  # after the first step it holds a block for its 4 tokens, and later one more
             held = value(text, "minillm_block_seconds_total", tenant)
