@@ -55,30 +55,9 @@ class CppDecode:
 
         return attend
 
-    def fixed(self, size: int, kv_heads: int, device: torch.device) -> "CppFixedDecode":
-        return CppFixedDecode(size)
-
-
-@dataclass(frozen=True)
-class CppFixedDecode:
-    """A `FixedDecode` by the same kernel: it reads lengths from memory anyway."""
-
-    size: int
-
-    @property
-    def plan_size(self) -> int:
-        return 3 * self.size
-
-    def plan(self, rows: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
-        return np.concatenate((np.arange(self.size), rows, context_lens))
-
-    def prepare(
-        self, q, k_pool, tables: Tensor, plan: Tensor, *, window: int | None, soft_cap: float | None = None
-    ) -> Attend:
-        if not takes(q, k_pool, soft_cap):
-            options = {"window": window, "soft_cap": soft_cap}
-            return GatheredDecode(self.size).prepare(q, k_pool, tables, plan[self.size :], **options)
-        return _Decode.of(q, k_pool, tables, plan.view(3, self.size), window)
+    def fixed(self, size: int, kv_heads: int, device: torch.device) -> GatheredDecode:
+        """Replays are for GPUs; on a CPU they only serve tests, which record torch's operations."""
+        return gathered.fixed(size, kv_heads, device)
 
 
 def takes(q: Tensor, k_pool: object, soft_cap: float | None) -> bool:

@@ -12,7 +12,7 @@ from test_paged import scattered
 from minillm.model import ModelConfig, Transformer, compiler
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block, cpp, default_backend, gathered, paged_attention
-from minillm.model.paged.cpp import FEW, CppDecode, CppFixedDecode, cpp_decode
+from minillm.model.paged.cpp import FEW, CppDecode, cpp_decode
 from minillm.serve import LLM, SamplingParams
 
 needs_compiler = pytest.mark.skipif(bool(cpp.missing()), reason=cpp.missing())
@@ -195,4 +195,3 @@ def test_a_cache_folder_that_cannot_be_written_costs_time_only(monkeypatch, tmp_
 
 def test_the_source_is_in_the_package():
     assert cpp.SOURCE.is_file() and cpp.SOURCE.parent == Path(cpp.__file__).parent
-    assert CppFixedDecode(5).plan_size == 15
