@@ -12,6 +12,12 @@ from pathlib import Path
 from typing import IO, Any
 
 
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/minillm, by default ~/.cache/minillm: what can be made again."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~"), ".cache")) / "minillm"
+
+
 def write_whole(path: Path, content: str | bytes, on_disk: bool = False) -> None:
     """A reader finds what was there before or all of `content`, never a part. on_disk: before this returns."""
     with draft_of(path, on_disk) as draft:

@@ -1,6 +1,7 @@
 """Backends of paged attention against what needs no paging code: gather the blocks of all sequences, padded, and SDPA.
 
-    gathered         like sequences gathered together       the default on the CPU
+    cpp_decode       no copy, single queries in C++         the default on the CPU, where there is a compiler
+    gathered         like sequences gathered together       the default elsewhere
     triton_split_kv  no copy, the keys split, too           the default on a CUDA GPU (only there, and with triton)
     flashinfer       FlashInfer's kernels                   on a CUDA GPU, where that package is installed
     block_by_block   a loop over blocks                     to read, not to use
@@ -21,6 +22,7 @@ from minillm.model import PagedCache
 from minillm.model.attention import Attend
 from minillm.model.config import ModelConfig
 from minillm.model.paged import Backend, block_by_block, gathered
+from minillm.model.paged.cpp import cpp_decode, missing
 from minillm.model.paged.flashinfer import FlashInfer
 from minillm.model.paged.triton import triton_split_kv
 
@@ -44,7 +46,8 @@ def run(batches: Sequence[str] = tuple(BATCHES), repeats: int = 7, device: str |
     check_repeats(repeats)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cpu":
-        backends = {"gathered": gathered, "block_by_block": block_by_block}
+        kernel = {} if missing() else {"cpp_decode": cpp_decode}
+        backends = {**kernel, "gathered": gathered, "block_by_block": block_by_block}
     else:
         kernel = {"triton_split_kv": triton_split_kv} if find_spec("triton") else {}
         kernel |= {"flashinfer": FlashInfer()} if find_spec("flashinfer") else {}

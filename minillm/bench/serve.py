@@ -7,9 +7,9 @@
 
 Before anything is timed every answer has to be the same on both sides, token by token. Tokens per second count useful
 tokens only: those that were asked for. Each side runs each trace on the number of threads that suits it best. Further
-rows: tokens per second of each of 1 to 64 streams, the first token after a shared prefix with and without the prefix
-cache, decoding alone against what reading the weights costs at the measured memory bandwidth, a queue of 1,000
-requests, and the scheduler without a model.
+rows: tokens per second of each of 1 to 64 streams (16 and 64 against static batches, too), the first token after a
+shared prefix with and without the prefix cache, decoding alone against what reading the weights costs at the measured
+memory bandwidth, a queue of 1,000 requests, and the scheduler without a model.
 """
 
 import statistics
@@ -31,6 +31,7 @@ from minillm.predict.model import kv_bytes_per_token
 
 CONTEXT, PREFIX = 1024, 512
 STREAMS = (1, 2, 4, 8, 16, 32, 64)
+BATCHES = (16, 64)  # of static batches that are compared with equally many streams
 TIE = 1e-3  # logits that differ by less may come in either order: float32 sums in another order
 METRICS: dict[str, tuple[str, float, Callable[[Served], float]]] = {  # what -> unit, scale, value
     "useful tokens": ("tokens/s", 1.0, lambda served: served.tokens_per_s),
@@ -76,6 +77,9 @@ def run(
     ours.threads = best_threads(ours, trace(uniform, 1, 64))
     rows.append(roofline_row(ours, trace(uniform, 1, 128), repeats))
     rows += frontier_rows(ours, continuous, lambda streams: trace(uniform, streams, 64), repeats)
+    for streams in BATCHES:  # as many run at once on both sides
+        static = Static(peer, streams, ours.threads)
+        rows += frontier_rows(ours, static, lambda number: trace(uniform, number, 64), repeats, (streams,))
     for side in (ours, continuous):
         side.threads = best_threads(side, trace(skewed, max(1, queued // 20), 64))
     rows.append(queue_row(ours, continuous, trace(skewed, queued, 64)))

@@ -113,6 +113,15 @@ def packed_kernels(found: Callable[[], dict[str, str]] | None = None) -> Line:
     return Line("quantized", "info", "no packed kernels here: weights are dequantized first, and decode slower")
 
 
+def decode_kernel(missing: Callable[[], str] | None = None) -> Line:
+    """Information only: without it the keys of a step are copied together first."""
+    if missing is None:
+        from minillm.model.paged.cpp import missing
+    if why := missing():
+        return Line("decode kernel", "info", f"{why} Serving on the CPU copies keys together, and decodes slower")
+    return Line("decode kernel", "info", "compiled for this CPU: serving reads keys where they lie")
+
+
 def gloo(all_reduce: Callable[[], list[float]] | None = None) -> Line:
     """Start two ranks and let them add up."""
     from minillm.comm import HangError, RankError
@@ -194,7 +203,8 @@ def peers(version: Callable[[str], str] = metadata.version, which: Callable[[str
 
 
 CHECKS = (
-    python, torch, gpu, packed_kernels, gloo, memory, cores, shared_memory, temporary, loopback, cache_folder, peers,
+    python, torch, gpu, packed_kernels, decode_kernel, gloo, memory, cores, shared_memory, temporary, loopback,
+    cache_folder, peers,
 )  # fmt: skip
 
 

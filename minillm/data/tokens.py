@@ -10,7 +10,6 @@ either makes another file, never a stale one. Files appear complete or not at al
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from minillm import files
 from minillm.data.corpus import Corpus, Split
 from minillm.data.tokenizer import Tokenizer
 from minillm.files import draft_of
@@ -74,8 +74,7 @@ def tokenize(text: Corpus, tokenizer: Tokenizer, split: Split = "train", cache: 
 
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/minillm/tokens, by default ~/.cache/minillm/tokens."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "minillm" / "tokens"
+    return files.cache_folder() / "tokens"
 
 
 def write_tokens(path: str | Path, tokens: Tokens) -> Tokens:

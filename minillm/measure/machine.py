@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from minillm.files import write_whole
+from minillm.files import cache_folder, write_whole
 from minillm.measure import rates
 from minillm.measure.rates import LinkFit
 
@@ -136,8 +136,7 @@ class _Cache:
     unkept: ClassVar[dict[tuple[Path, str], Machine]] = {}
 
     def __init__(self) -> None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        self.path = Path(home) / "minillm" / "machine.json"
+        self.path = cache_folder() / "machine.json"
         self.key = f"{platform.node()}, torch {_torch_version()}, {_cores()} cores"
 
     def read(self) -> Machine | None:

@@ -50,7 +50,7 @@ class LLM:
     token_budget: 256 and 8,192 on a GPU, or what its memory allows; else the scheduler's. num_blocks: None = what
     `gpu_memory_utilization` allows, see `memory.pool_sizes`. num_host_blocks: to swap to; None = as many as the host
     has room for, if preemption="swap". scheduling: see `Scheduler`, or the subclass of it given as `scheduler`.
-    backend: of `paged_attention`; None = `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere.
+    backend: of `paged_attention`; None = `default_backend`: the Triton kernel on a CUDA GPU, on a CPU the C++ kernel.
     records: the last `keep_records` steps; record_blocks adds every block table (costs time and memory). proposer:
     drafts tokens that the model only checks, k in a pass; the tokens' distribution is the same. fused: see
     `optimise.fuse`, which changes how the model computes; None = on a CUDA GPU. compile: blocks through torch.compile,

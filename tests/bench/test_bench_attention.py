@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from minillm.bench import attention
+from minillm.model.paged.cpp import missing
 
 CPU = torch.device("cpu")
 
@@ -10,7 +11,7 @@ CPU = torch.device("cpu")
 def test_every_backend_agrees_with_the_peer():
     rows = attention.run(batches=("one sequence",), repeats=5, device="cpu")
     rows.append(attention.compare("15 decode and a prompt piece", "gathered", attention.gathered, CPU, 5))
-    assert len(rows) == 3 and all(row.correct and row.ratio > 0 for row in rows)
+    assert len(rows) == (3 if missing() else 4) and all(row.correct and row.ratio > 0 for row in rows)
 
 
 def test_a_wrong_result_is_found_before_it_is_timed():

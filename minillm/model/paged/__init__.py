@@ -3,8 +3,13 @@
     cache.py     the blocks of all layers, and the attention function of one forward pass over a flat batch
     tables.py    block tables that stay from step to step: only what changes goes to the device
     backend.py   what a backend is, and which one is taken where
-    gather.py    keys are copied together for torch's kernel; the default on the CPU
+    gather.py    keys are copied together for torch's kernel; takes everything, the default where no kernel does
     loop.py      block by block with a running softmax: the reference that a kernel is compared with
+
+On a CPU, in place of gather.py:
+
+    cpp.py         when the C++ kernel is taken; the default where there is a compiler
+    decode.cpp     the kernel, which reads keys where they lie
 
 On a GPU, in place of gather.py:
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minillm.model.attention.causal import Attend
+from minillm.model.paged import cpp
 from minillm.model.paged.gather import gathered
 
 
@@ -54,11 +55,14 @@ class FixedDecode(Protocol):
 
 
 def default_backend(device: torch.device, dtype: torch.dtype = torch.float32) -> Backend:
-    """On a CUDA GPU the Triton kernel, where triton is installed and the kernel takes this dtype; else `gathered`."""
+    """On a CUDA GPU the Triton kernel, where triton is installed; on a CPU the C++ kernel, where there is a compiler;
+    each if it takes this dtype. Else `gathered`."""
     if torch.device(device).type == "cuda" and find_spec("triton") is not None:
         from minillm.model.kernels import DTYPES
         from minillm.model.paged.triton import triton_split_kv
 
         if dtype in DTYPES:
             return triton_split_kv
+    if torch.device(device).type == "cpu" and dtype in cpp.DTYPES and not cpp.missing():
+        return cpp.cpp_decode
     return gathered

@@ -1,4 +1,4 @@
-"""Paged attention by torch's own kernel, on keys and values that are copied together first. The default on the CPU."""
+"""Paged attention by torch's own kernel, on keys and values that are copied together first: on every device."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ GROUP_BYTES, GPU_GROUP_BYTES = 1 << 20, 1 << 28  # keys and values that are gath
 
 
 class Gathered:
-    """Copies the keys and values of like sequences together and leaves the rest to torch's fused kernel. The default.
+    """Copies the keys and values of like sequences together and leaves the rest to torch's fused kernel.
 
     Sequences with equally many queries stand in order of length, cut into groups whose keys stay in a core's cache
     between copy and product: few calls, little padding. All are aligned at their last key; where a shorter one has no

@@ -110,6 +110,12 @@ def test_gpus_are_information():
     assert doctor.gpu(cuda).verdict == "info" and "gloo" in doctor.gpu(cuda).found
 
 
+def test_without_the_decode_kernel_its_reason_is_information():
+    line = doctor.decode_kernel(lambda: "there is no C++ compiler: install g++.")
+    assert line.verdict == "info" and "install g++. Serving on the CPU copies keys" in line.found
+    assert "where they lie" in doctor.decode_kernel(lambda: "").found
+
+
 def test_a_check_that_breaks_is_off_and_the_others_still_run():
     def odd_one():
         raise ZeroDivisionError("by zero")

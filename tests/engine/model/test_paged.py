@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from minillm.model import ModelConfig, Transformer, sdpa
 from minillm.model.paged import Gathered, PagedCache, block_by_block, gathered, paged_attention
 from minillm.model.paged import gather as paged_gathered
+from minillm.model.paged.cpp import cpp_decode, missing
 
-BACKENDS = [gathered, block_by_block]
+BACKENDS = [gathered, block_by_block, *([] if missing() else [cpp_decode])]
 
 
 def scattered(seed, lengths, heads, kv_heads, block_size, head_dim=4):
@@ -166,7 +167,7 @@ def test_soft_caps_of_scores(window):
         y = sdpa(*(x.transpose(0, 1)[None] for x in (mine, k, v)), soft_cap=0.5, **place)
         expected.append(y[0].transpose(0, 1))
     plain = paged_attention(q, *pools, *where, window=window)
-    for backend in (gathered, block_by_block):
+    for backend in BACKENDS:
         y = paged_attention(q, *pools, *where, window=window, soft_cap=0.5, backend=backend)
         torch.testing.assert_close(y, torch.cat(expected))
         assert (y - plain).abs().max() > 0.01

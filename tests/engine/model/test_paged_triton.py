@@ -17,6 +17,7 @@ from minillm.model.generate import generate
 from minillm.model.paged import block_by_block, default_backend, gathered, paged_attention
 from minillm.model.paged import split as paged_split
 from minillm.model.paged import triton as paged_triton
+from minillm.model.paged.cpp import cpp_decode, missing
 from minillm.model.paged.quantized import QuantizedPool
 from minillm.model.paged.triton import TritonSplitKV, triton_split_kv
 from minillm.quantize.kv import KV_FORMATS
@@ -102,7 +103,7 @@ def test_a_graph_has_programs_for_every_step(keys, units, kv_heads, wanted):
 
 def test_the_default_backend(monkeypatch):
     model = Transformer(ModelConfig(50, 32, 64, 1, 4, 2, max_seq_len=16))
-    assert LLM(model).backend is default_backend("cpu") is gathered
+    assert LLM(model).backend is default_backend("cpu") is (gathered if missing() else cpp_decode)
     for spec, expected in ((None, gathered), ("found", triton_split_kv)):
         monkeypatch.setattr("minillm.model.paged.backend.find_spec", lambda name, spec=spec: spec)
         assert default_backend(torch.device("cuda:0")) is expected

@@ -1,0 +1,197 @@
+"""The C++ kernel for single queries: in float32 against float64, across sizes, threads and steps, and without one."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_paged import scattered
+
+from minillm.model import ModelConfig, Transformer, compiler
+from minillm.model.generate import generate
+from minillm.model.paged import block_by_block, cpp, default_backend, gathered, paged_attention
+from minillm.model.paged.cpp import FEW, CppDecode, cpp_decode
+from minillm.serve import LLM, SamplingParams
+
+needs_compiler = pytest.mark.skipif(bool(cpp.missing()), reason=cpp.missing())
+DIMS = (1, 24, 32, 64, 128)  # three of them are known to the compiler
+
+
+@needs_compiler
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 99),
+    lengths=st.lists(
+        st.integers(1, 70).flatmap(lambda c: st.tuples(st.integers(1, min(c, FEW + 2)), st.just(c))),
+        min_size=1,
+        max_size=5,
+    ),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    head_dim=st.sampled_from(DIMS),
+    block_size=st.sampled_from([1, 5, 16]),
+    window=st.none() | st.integers(1, 80),
+    threads=st.integers(1, 3),
+)
+def test_float32_is_float64_rounded(seed, lengths, kv_heads, group, head_dim, block_size, window, threads):
+    """Slots that hold no key of a sequence are nan, and threads share sequences, or the heads of few of them."""
+    parts, pools, tables = scattered(seed, lengths, kv_heads * group, kv_heads, block_size, head_dim)
+    q, where = torch.cat([part[0] for part in parts]), (tables, *zip(*lengths, strict=True))
+    exact = paged_attention(q, *pools, *where, window=window, backend=block_by_block)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        y = paged_attention(q.float(), *(p.float() for p in pools), *where, window=window, backend=cpp_decode)
+    finally:
+        torch.set_num_threads(before)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+def test_a_sequence_does_not_depend_on_its_neighbours():
+    """To the bit: gathered pads it to the longest of its group, whose sums are in another order."""
+    lengths = [(1, 700), (1, 3), (2, 41), (1, 700), (1, 250)]
+    parts, pools, tables = scattered(0, lengths, 4, 2, 16, 32)
+    q, pools = [part[0].float() for part in parts], [pool.float() for pool in pools]
+    together = paged_attention(torch.cat(q), *pools, tables, *zip(*lengths, strict=True), backend=cpp_decode)
+    alone = [
+        paged_attention(mine, *pools, tables[row : row + 1], [queries], [keys], backend=cpp_decode)
+        for row, (mine, (queries, keys)) in enumerate(zip(q, lengths, strict=True))
+    ]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@needs_compiler
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 40.0, 1e4])
+def test_scores_of_any_size(scale):
+    """Weights that vanish, all alike, and one that takes everything."""
+    parts, pools, tables = scattered(1, [(1, 60)], 2, 1, 4, 32)
+    q = scale * parts[0][0]
+    exact = paged_attention(q, *pools, tables, [1], [60], backend=block_by_block)
+    y = paged_attention(q.float(), *(p.float() for p in pools), tables, [1], [60], backend=cpp_decode)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("broken", ["query", "key", "value"])
+def test_what_is_not_a_number_stays_so(broken):
+    """A model whose numbers overflow must not look as if it had worked."""
+    (part,), pools, tables = scattered(1, [(1, 60)], 2, 1, 4, 32)
+    q, k, v = part[0].float(), *(pool.float() for pool in pools)
+    if broken == "query":
+        q[0, 0, 3] = float("nan")
+    else:
+        {"key": k, "value": v}[broken][tables[0, 5], 1, 0, 3] = float("nan")
+    assert paged_attention(q, k, v, tables, [1], [60], backend=cpp_decode)[0, 0].isnan().any()
+
+
+@needs_compiler
+def test_small_numbers_are_small_after_the_library_is_loaded():
+    """Flags for fast sums make some linkers switch subnormal numbers off for the whole process."""
+    assert torch.tensor([1e-40]).mul(0.5).item() > 0
+
+
+def sampled_by(llm, prompts, params):
+    return [[answer.ids for answer in output.answers] for output in llm.generate(prompts, params)]
+
+
+HOW = {  # what moves blocks or puts several tokens of a sequence into a step
+    "plain": {},
+    "small pieces": {"chunk": 3, "token_budget": 9, "max_num_seqs": 6},
+    "recomputed": {"num_blocks": 14, "preemption": "recompute"},
+    "swapped": {"num_blocks": 14, "preemption": "swap"},
+    "replayed": {"graphs": True},
+    "asynchronous": {"async_scheduling": True},
+    "in 8 bits": {"kv_dtype": "int8"},
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("how", HOW)
+def test_the_engine_s_tokens_are_those_of_gathered(how, window):
+    """Greedy and forked: two prompts share a prefix, and one is asked for three samples."""
+    config = ModelConfig(50, 48, 64, 2, 4, 2, max_seq_len=64, init_std=0.2, sliding_window=window)
+    model = Transformer(config, seed=3)
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [10], [1, 2, 3, 4, 9], list(range(20))]
+    params = [SamplingParams(max_tokens=12, temperature=0.0)] * 3 + [SamplingParams(max_tokens=12, n=3, seed=5)]
+    options = {"num_blocks": 40, "block_size": 4, "preemption": "recompute"} | HOW[how]
+    expected = sampled_by(LLM(model, **options, backend=gathered), prompts, params)
+    llm = LLM(model, **options)
+    assert llm.backend is cpp_decode
+    assert sampled_by(llm, prompts, params) == expected
+    if how != "in 8 bits":
+        assert [ids for [ids] in expected[:3]] == [list(generate(model, prompt, 12)) for prompt in prompts[:3]]
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", [{"soft_cap": 0.5}, {}], ids=["capped", "as a strided pool"])
+def test_what_the_kernel_does_not_take_is_gathered(options, monkeypatch):
+    parts, pools, tables = scattered(1, [(1, 9), (1, 4)], 4, 2, 4)
+    if not options:
+        pools = [torch.stack((pool, pool), dim=-1)[..., 0] for pool in pools]
+    q, lens = torch.cat([part[0] for part in parts]), ([1, 1], [9, 4])
+    expected = paged_attention(q, *pools, tables, *lens, **options)
+    monkeypatch.setattr(cpp, "_library", lambda: pytest.fail("the kernel was asked for"))
+    assert torch.equal(paged_attention(q, *pools, tables, *lens, **options, backend=cpp_decode), expected)
+
+
+@needs_compiler
+def test_values_that_lie_otherwise_than_the_keys_are_refused():
+    (part,), (k, v), tables = scattered(1, [(1, 9)], 4, 2, 4)
+    with pytest.raises(ValueError, match=r"cpp_decode wants both torch\.float64 and contiguous"):
+        paged_attention(part[0], k, torch.stack((v, v), dim=-1)[..., 0], tables, [1], [9], backend=cpp_decode)
+
+
+def test_without_a_compiler_keys_are_gathered_and_the_reason_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
+    cpp._library.cache_clear()
+    try:
+        assert cpp.missing() == "there is no C++ compiler: install g++."
+        assert default_backend("cpu") is gathered
+        parts, pools, tables = scattered(0, [(1, 5)], 2, 1, 4)
+        with pytest.raises(ValueError, match=r"install g\+\+. Or use backend=gathered."):
+            paged_attention(parts[0][0], *pools, tables, [1], [5], backend=CppDecode())
+    finally:
+        cpp._library.cache_clear()
+    assert default_backend("cpu", torch.bfloat16) is gathered
+
+
+@needs_compiler
+def test_a_library_is_compiled_once_and_kept(monkeypatch, tmp_path):
+    source = tmp_path / "twice.cpp"
+    source.write_text('extern "C" double twice(double x) { return 2 * x; }')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    library = compiler.shared_library(source)
+    library.twice.restype, library.twice.argtypes = ctypes.c_double, [ctypes.c_double]
+    assert library.twice(1.5) == 3.0
+    [kept] = (tmp_path / "cache" / "minillm" / "compiled").iterdir()
+    assert kept.name.startswith("twice-") and kept.suffix == ".so"
+    monkeypatch.setattr(compiler, "COMPILERS", ())
+    compiler.shared_library(source)
+    source.write_text("not C++")
+    with pytest.raises(ValueError, match="no C"):
+        compiler.shared_library(source)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"cannot compile twice\.cpp: "):
+        compiler.shared_library(source)
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]  # no draft is left
+
+
+@needs_compiler
+def test_a_cache_folder_that_cannot_be_written_costs_time_only(monkeypatch, tmp_path):
+    occupied, source = tmp_path / "file", tmp_path / "once.cpp"
+    occupied.write_text("in the way")
+    source.write_text('extern "C" int once() { return 1; }')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(occupied))
+    assert compiler.shared_library(source).once() == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "once.cpp"]
+
+
+def test_the_source_is_in_the_package():
+    assert cpp.SOURCE.is_file() and cpp.SOURCE.parent == Path(cpp.__file__).parent
