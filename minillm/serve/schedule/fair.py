@@ -247,7 +247,7 @@ class FairScheduler(Scheduler):
         holds = self._part(own, sequence.num_seqs, wanted) / mine.weight
         least = mine.counter - self.ahead / mine.weight
         left = {
-            name: theirs.copy()
+            name: [each for each in theirs if each.num_uncomputed]  # none whose token is under way
             for name, theirs in running.items()
             if name != tenant and self.shares[name].counter >= least
         }
