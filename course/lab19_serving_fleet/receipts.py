@@ -5,6 +5,7 @@ receipts_measured.py    a server on this machine, a replica's start
 """
 
 import math
+import random
 from collections.abc import Callable, Iterator
 
 from course.kit.answers import answers_of
@@ -131,16 +132,17 @@ def neighbours(fair: Callable | None = None) -> Iterator[Row]:
 
 
 def affinity(ring: Callable | None = None) -> Table:
-    """Hit rate, p99 and balance of four rules."""
+    """Hit rate, p99 and balance of each rule."""
     made = ring or ANSWERS.Ring
     names = [f"replica-{n}" for n in range(8)]
     turns = iter(range(10**9))
-    own = made(names)
+    own, drawn = made(names), random.Random(0)
     rules = {
         "round robin": lambda key, outstanding: names[next(turns) % len(names)],
         "ring, no bound": lambda key, outstanding: own.choose(key, outstanding, 1e9),
         "ring, bound 2": lambda key, outstanding: own.choose(key, outstanding, 2.0),
         "ring, bound 1.25": lambda key, outstanding: own.choose(key, outstanding, 1.25),
+        "two choices": lambda key, outstanding: min(drawn.sample(names, 2), key=outstanding.__getitem__),
         "least outstanding": lambda key, outstanding: min(names, key=outstanding.__getitem__),
     }
     lines = []
