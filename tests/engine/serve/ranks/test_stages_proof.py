@@ -5,7 +5,7 @@ import pytest
 from minillm.comm import launch
 from tests.engine.comm.nccl_like import on_nccl_like
 from tests.engine.serve.ranks.programs import OF_STAGES, TIGHT, alone, mixed, model_of, random_sequences, requests_of
-from tests.engine.serve.ranks.test_ranks_proof import COUNT, PATIENCE_S, SEED, check, hold_to
+from tests.engine.serve.ranks.test_ranks_proof import COUNT, MANY, PATIENCE_S, SEED, check, hold_to
 
 FEW = ("swapped", "drafts")
 DEEP = ("deep", "deep-drafts")  # five layers on three stages, of which the last alone sees everything
@@ -52,9 +52,9 @@ def test_random_arrivals_and_cancellations(ranks, options):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "options"), LAYOUTS)
-def test_200_random_arrivals_and_cancellations(ranks, options):
+def test_many_random_arrivals_and_cancellations(ranks, options):
     requests = requests_of(10, 6, 9)
     hold_to(
-        launch(random_sequences, ranks, range(200), options, requests, timeout=PATIENCE_S)[0],
+        launch(random_sequences, ranks, range(MANY), options, requests, timeout=PATIENCE_S)[0],
         alone(model_of("plain"), requests),
     )
