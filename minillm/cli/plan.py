@@ -1,7 +1,7 @@
 """`python -m minillm plan`: the layouts that train or serve a model on a cluster, ranked by arithmetic.
 
 python -m minillm plan --model llama-3-70b --cluster h100 --gpus 64 --seq 8192 --batch 512
-python -m minillm plan --model llama-3-70b --cluster h100 --gpus 16 --serve --prompt 2000 --output 500 --tpot-ms 50 --ttft-ms 1000
+python -m minillm plan --model llama-3-70b --gpus 16 --serve --prompt 2000 --output 500 --tpot-ms 50 --rate 5
 python -m minillm plan --this-machine --json planner.json
 python -m minillm plan --placement --json placement.json
 """

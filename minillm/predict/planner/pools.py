@@ -1,13 +1,13 @@
 """How N cards are divided between prefill and decode, beside the same cards doing both.
 
-    prefill   requests wait for one server: TTFT = D + r S² / 2(1 - r S)      D: seconds of a prompt, S = D / pp
+    prefill   requests wait for one server: TTFT = D + r S² / 2(1 - r S)    D: seconds of a prompt, S = D / pp
     hand-over prompt · bytes per token, over as many cards as both sides have; what layers hide of it, they hide
-    decode    b = r · output · TPOT sequences run (Little), and TPOT is a step of b; the most b that memory and limit allow
+    decode    b = r · output · TPOT sequences run (Little), TPOT is a step of b; as many as memory and limit allow
     both      prompts are computed between steps: TPOT = step / (1 - r D); a prompt waits for half a step as well
 
 r: requests per second of one replica. The waits are those of M/D/1 (Zhong et al. 2024, "DistServe", §3.1,
-https://arxiv.org/abs/2401.09670). A pool sustains what its replicas do; a split the lesser of its two pools. No server is
-more than `BUSY` of the time busy with prompts. Limits hold for means: `gap` is the longest time between two tokens of a
+https://arxiv.org/abs/2401.09670). A split sustains what the lesser of its two pools does. No server is busy
+with prompts for more than `BUSY` of the time. Limits hold for means: `gap` is the longest time between two tokens of a
 sequence, a whole prompt where both share a card and prompts are not cut into chunks.
 """
 

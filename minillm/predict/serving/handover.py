@@ -1,6 +1,6 @@
 """Keys and values handed from a rank that prefills to a rank that decodes: bytes, messages, seconds, and when it pays.
 
-    bytes        tokens · 2·L·H_kv·d·b, less those of blocks that the other side has cached      whatever the two sides' tp
+    bytes        tokens · 2·L·H_kv·d·b, less what the other side has cached; whatever the two sides' tp
     messages     of a layer: every pair of ranks whose kv heads overlap
     seconds      layer by layer, while later layers compute:  c + (L - 1) · max(c, x) + x
     it pays      tokens · KV / link + latency  <  seconds of the prompt on the side that decodes

@@ -69,9 +69,8 @@ def test_at_a_rate_the_requests_that_run_are_those_of_littles_law():
         running = 6.0 / plan.decode * 400 * plan.tpot / plan.decode_pp
         assert plan.tpot == pytest.approx(decoder.step(max(running, 1.0)) * plan.decode_pp / (1 - busy), rel=1e-3)
         assert plan.rate == 6.0
-    seconds = [
-        plan.ttft + plan.handover + 399 * plan.tpot for plan in rank_pools(MODEL, machine, 2000, 400, rate=6.0, keep=3)
-    ]
+    first = rank_pools(MODEL, machine, 2000, 400, rate=6.0, keep=3)
+    seconds = [plan.ttft + plan.handover + 399 * plan.tpot for plan in first]
     assert seconds[:3] == sorted(seconds[:3])
 
 
