@@ -183,8 +183,8 @@ def _judge_batch(learner: Callable, running: list, in_flight: list, stages: int,
     busy = {name for each in in_flight for name in each}
     if caught := [name for name in batch if name in busy]:
         raise CheckFailed(
-            f"{state}: {caught[0]} starts, but its newest token is still in the pipeline: nobody knows the input of its "
-            "next pass",
+            f"{state}: {caught[0]} starts, but its newest token is still in the pipeline: nobody knows the input of "
+            "its next pass",
             evidence=batch,
         )
     if batch and len(in_flight) >= stages:

@@ -50,5 +50,6 @@ def _say(bug: str, seen: breaks.Seen) -> str:
             if event[0] in ("sending", "sent"):
                 (reading.add if event[0] == "sending" else reading.discard)(event[1])
     if bug == breaks.PHASES:
-        return f"after {next(e for e in seen.events if e[0] == 'preempted')} a step does not begin at 0, or samples too early"
+        event = next(event for event in seen.events if event[0] == "preempted")
+        return f"after {event} a step does not begin at 0, or samples too early"
     return "every step begins where the cache ends, every block is sent before it is freed, and the ranks agree"

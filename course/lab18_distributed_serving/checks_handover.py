@@ -114,8 +114,8 @@ def _play(learner: type, num_blocks: int, requests: int) -> tuple[int, int]:
                 whole += 1
             if bool(done) != complete:
                 raise CheckFailed(
-                    f"{told} arrived{'' if wanted else ', which is no longer waited for'}: your answer is {done!r:.20}, and "
-                    f"the request {'is' if complete else 'is not'} whole with it",
+                    f"{told} arrived{'' if wanted else ', which is no longer waited for'}: your answer is {done!r:.20}, "
+                    f"and the request {'is' if complete else 'is not'} whole with it",
                     evidence=(told, done),
                 )
         elif act == "give up" and name in missing:
@@ -158,7 +158,7 @@ def _judge_state(side: Any, num_blocks: int, held: dict[str, list[int]], content
             told = content.get(block, "")
             if told.startswith(f"{name},") and side.cache.get(block) != told:
                 raise CheckFailed(
-                    f"block {block} is number {index} of {name} and holds {side.cache.get(block)!r:.60}, where {told!r} "
-                    "arrived last for this request",
+                    f"block {block} is number {index} of {name} and holds {side.cache.get(block)!r:.60}, where "
+                    f"{told!r} arrived last for this request",
                     evidence=side.cache.get(block),
                 )

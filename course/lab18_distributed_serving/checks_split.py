@@ -12,7 +12,7 @@ from course.kit.receipts import Receipt, receipt, row
     minutes=20,
     difficulty=3,
     hints=(
-        "The slower pool decides. What does one card do for prompts alone, within its limit, and what for tokens alone?",
+        "The slower pool decides. What does a card do for prompts alone, within its limit, and what for tokens?",
         "Prompts: the r at which prompt_s + r prompt_s² / 2(1 - r prompt_s) is the limit. Tokens: the largest b up to "
         "most whose step is within the limit; b sequences finish b / (output · step_s(b)) requests a second. Then try "
         "every division.",
@@ -48,8 +48,8 @@ def check_split(learner: Callable) -> Receipt:
             raise CheckFailed(f"{case}: {count!r:.20} cards that prefill: each pool needs at least one", rows)
         if rows[-1].verdict == "off":
             raise CheckFailed(
-                f"{case}: you say {rate:.4g} requests per second. A card computes the prompts of {prompts:.4g} and decodes "
-                f"the answers of {answers:.4g}, so the best division sustains {best:.4g}",
+                f"{case}: you say {rate:.4g} requests per second. A card computes the prompts of {prompts:.4g} and "
+                f"decodes the answers of {answers:.4g}, so the best division sustains {best:.4g}",
                 rows,
                 evidence=rate,
             )

@@ -88,7 +88,7 @@ def _with_blocks(events: list[Event], early: bool) -> list[Event]:
 
 
 def _tokens(apart: bool, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """Every rank's tokens. Ranks may have logged a step more or less. Greedy ones agree also where ranks sample alone."""
+    """Every rank's tokens. Ranks may have logged a step more or less; greedy ones agree also where each samples."""
     whole = [random.randrange(4000) for _ in range(30)]
     found = []
     for rank in range(world_size):

@@ -172,7 +172,7 @@ receipts.stages(next_batch)
 # that tells it, and the row of the sampled token.
 
 # %%
-linked = experiments.over_links()
+linked = experiments.over_links(decode_layer)
 
 
 def tpot_by_latency():
@@ -391,7 +391,7 @@ def verdict(seen):
             reading.discard(details[0])
         elif details[0] in reading:
             return "blocks freed before they are sent"
-    if any(len(set(tokens)) > 1 for tokens in zip(*seen.tokens)):
+    if any(len(set(tokens)) > 1 for tokens in zip(*seen.tokens, strict=False)):
         return "rank 1 samples for itself"
     return "right"
     # END SOLUTION

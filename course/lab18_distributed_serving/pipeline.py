@@ -1,4 +1,4 @@
-"""Batches that move through a pipeline, a stage at each tick: which sequences are in which, and the tokens they write."""
+"""Batches that move through a pipeline, a stage at each tick: which sequences are in which, and what they write."""
 
 import random
 from collections.abc import Callable, Sequence
