@@ -93,8 +93,8 @@ class Linked:
     predicted: float
 
 
-DECODED, DEPTH, READ_S = 6, 4, 0.01  # tokens; layers; seconds to read a layer's weights
-LATENCIES = (0.0, 0.25e-3, 1e-3, 4e-3)
+DECODED, DEPTH, READ_S = 4, 4, 0.02  # tokens; layers; seconds to read a layer's weights
+LATENCIES = (0.0, 0.5e-3, 2e-3, 8e-3)
 BANDWIDTH = 1e9
 
 
