@@ -88,6 +88,7 @@ def command(
         bool, MODEL("--compile", help="Run the model through torch.compile: the first tokens take about a minute.")
     ] = False,
     tp: Annotated[int, MODEL(help="Ranks that share every layer; the text is shown when it is complete.", min=1)] = 1,
+    pp: Annotated[int, MODEL(help="Stages that the layers are divided into, of --tp ranks each.", min=1)] = 1,
     json_file: JsonFile = None,
 ) -> int:
     """Write on from a prompt, streaming, or from all prompts of a file together."""
@@ -110,9 +111,9 @@ def command(
     defaults = {"temperature": TEMPERATURE} | sampling_of(folder) | {"max_tokens": max_new_tokens, "seed": seed}
     defaults |= {} if temperature is None else {"temperature": temperature}
     requests = None if batch is None else list(read_requests(batch, defaults))
-    check_ranks(tp, device)
-    if tp > 1 and adapter is not None:
-        raise ValueError(f"--adapter {adapter} with --tp {tp}: a store of adapters knows whole layers, leave one out")
+    ranks = check_ranks(tp, pp, device)
+    if ranks > 1 and adapter is not None:
+        raise ValueError(f"--adapter {adapter} on {ranks} ranks: a store of adapters knows whole models, leave one out")
     where, tokenizer = device_of(device), Tokenizer.load(folder)
     if chat and requests is not None:
         requests = [(number, chat_ids(tokenizer, each, system), params) for number, each, params in requests]
@@ -123,15 +124,21 @@ def command(
     if requests is None:
         ids, first = (chat_ids(tokenizer, prompt, system), None) if chat else healed(tokenizer, prompt)
         shown = f"{prompt}\n" if chat else tokenizer.decode(ids, skip_special=True)
-    if tp > 1:
-        options |= limits | {"device": device, "dtype": wanted, "max_seq_len": max_seq_len, "compile": compile}
+    if ranks > 1:
+        options |= limits | {
+            "pp": pp,
+            "device": device,
+            "dtype": wanted,
+            "max_seq_len": max_seq_len,
+            "compile": compile,
+        }
         if requests is None:
             params = replace(params, first_tokens=first or ())
-            text = on_ranks(tp, folder, partial(_whole_text, ids=ids, params=params), **options)
+            text = on_ranks(ranks, folder, partial(_whole_text, ids=ids, params=params), **options)
             if is_root():
                 typer.echo(shown + text)
             return 0
-        outputs = on_ranks(tp, folder, lambda llm: list(answered(llm, batch, requests)), **options)
+        outputs = on_ranks(ranks, folder, lambda llm: list(answered(llm, batch, requests)), **options)
         return _reported(show_all(outputs, tokenizer), json_file) if is_root() else 0
     network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
     if speculate is not None:

@@ -1,4 +1,4 @@
-"""`--tp N` of `generate` and `serve`: the engine over N ranks, started here or by torchrun."""
+"""`--tp N` and `--pp N` of `generate` and `serve`: the engine over ranks, started here or by torchrun."""
 
 import os
 import socket
@@ -19,22 +19,31 @@ if TYPE_CHECKING:
 TIMEOUT_S = 600.0  # a rank may wait this long for another one; an idle rank 0 is heard every few seconds
 
 
-def check_ranks(tp: int, device: str | None) -> None:
-    """ValueError if torchrun has started another number of ranks, and for one device for all of them."""
-    if _under_torchrun() and (started := os.environ.get("WORLD_SIZE")) != str(tp):
-        raise ValueError(f"--tp {tp}: torchrun has started {started} ranks, which all take part: say --tp {started}")
-    if tp > 1 and device is not None and ":" in device:
-        raise ValueError(f"--device {device} is one device for {tp} ranks: say {device.partition(':')[0]}")
+def check_ranks(tp: int, pp: int, device: str | None) -> int:
+    """How many ranks they are. ValueError if torchrun has started another number, and for one device for all of them.
+
+    tp, pp: ranks that share a layer; stages of layers.
+    """
+    ranks, said = tp * pp, f"--tp {tp}" if pp == 1 else f"--tp {tp} --pp {pp}"
+    if _under_torchrun() and (started := os.environ.get("WORLD_SIZE")) != str(ranks):
+        raise ValueError(
+            f"{said}: torchrun has started {started} ranks, which all take part: "
+            + (f"say --tp {started}" if pp == 1 else f"make the product {started}")
+        )
+    if ranks > 1 and device is not None and ":" in device:
+        raise ValueError(f"--device {device} is one device for {ranks} ranks: say {device.partition(':')[0]}")
+    return ranks
 
 
-def on_ranks(tp: int, folder: Path, use: Callable[[LLM], Any], *, device: str | None, **options: Any) -> Any:
+def on_ranks(ranks: int, folder: Path, use: Callable[[LLM], Any], *, device: str | None, **options: Any) -> Any:
     """What `use(llm)` returns on rank 0. options: of `over_ranks`.
 
     ValueError for what a rank refuses. A rank that dies, or says nothing for `TIMEOUT_S`, ends all of them and this
     command, with one sentence.
     """
     try:
-        return launch(lambda group: over_ranks(group, folder, use, **options), tp, timeout=TIMEOUT_S, device=device)[0]
+        ended = launch(lambda group: over_ranks(group, folder, use, **options), ranks, timeout=TIMEOUT_S, device=device)
+        return ended[0]
     except (RankError, HangError) as error:
         if isinstance(error.__cause__, ValueError):
             raise
@@ -44,7 +53,7 @@ def on_ranks(tp: int, folder: Path, use: Callable[[LLM], Any], *, device: str | 
 
 
 def serve_on_ranks(
-    tp: int,
+    ranks: int,
     folder: Path,
     listening: socket.socket | None,
     app_of: Callable[[LLM], "FastAPI"],
@@ -70,7 +79,7 @@ def serve_on_ranks(
     if _under_torchrun():
         if listening is not None:
             announce()
-        on_ranks(tp, folder, lambda llm: serve_here(llm, listening), **options)
+        on_ranks(ranks, folder, lambda llm: serve_here(llm, listening), **options)
         return
     with Handover(listening) as door, interrupts(then=door.stop):
         path = door.path
@@ -81,7 +90,7 @@ def serve_on_ranks(
                 serve_here(llm, taken.listening, taken.is_over)
 
         announce()
-        on_ranks(tp, folder, use, **options)
+        on_ranks(ranks, folder, use, **options)
 
 
 def _under_torchrun() -> bool:

@@ -85,6 +85,7 @@ def command(
         bool, SAFETY(help="Shut down when standard input closes, as it does when a parent process dies.")
     ] = False,
     tp: Annotated[int, MODEL(help="Ranks that share every layer; the first of them answers.", min=1)] = 1,
+    pp: Annotated[int, MODEL(help="Stages that the layers are divided into, of --tp ranks each.", min=1)] = 1,
 ) -> int:
     """Serve a model over HTTP to any OpenAI client."""
     check_installed("serve")
@@ -109,9 +110,9 @@ def command(
     if order == "arrival" and any(share != Share() for share in shares_of(keys).values()):
         raise ValueError("--order arrival knows no tenants: leave weight= and running= out of --api-keys, or use fair")
     limits = Limits(max_body, max_prompt, max_n, max_open, max_open_per_tenant, timeout)
-    check_ranks(tp, device)
-    if tp > 1 and folders:
-        raise ValueError(f"--adapter with --tp {tp}: a store of adapters knows whole layers, leave one of them out")
+    ranks = check_ranks(tp, pp, device)
+    if ranks > 1 and folders:
+        raise ValueError(f"--adapter on {ranks} ranks: a store of adapters knows whole models, leave one of them out")
     engine = {"max_num_seqs": max_num_seqs, "token_budget": token_budget, "kv_dtype": kv}
     options = {key: value for key, value in engine.items() if value is not None}
     if order == "fair":
@@ -127,7 +128,8 @@ def command(
         def announce() -> None:
             typer.echo(f"{known}: {address}/v1 for OpenAI's clients, {address}/ to try it in a browser", err=True)
 
-        if tp > 1:
+        if ranks > 1:
+            options["pp"] = pp
             options |= {} if drafter == "none" else {"proposer": drafter, "k": k}
 
             def app_of(llm: LLM) -> "FastAPI":  # on rank 0, which goes on with the time of this process
@@ -135,7 +137,7 @@ def command(
                 return create_app({known: llm}, limits, keys, start)
 
             ends = {"until_stdin_closes": until_stdin_closes, "device": device}
-            serve_on_ranks(tp, folder_of(model), listening, app_of, announce, **ends, **where, **options)
+            serve_on_ranks(ranks, folder_of(model), listening, app_of, announce, **ends, **where, **options)
             return 0
         where["device"] = None if device is None else device_of(device)
         llm = _engine(model, drafter, k, where, options)

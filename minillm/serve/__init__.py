@@ -30,7 +30,7 @@ while the device computes), `run/optimise.py` (fewer kernels), `run/build.py`, `
 (how many blocks fit, what is compiled beforehand), `run/adapters.py` (a request's own adapter, of many beside one
 model), `requests/prompts.py` (a prompt's tokens), `run/penalties.py` and `sample/seen.py` (which tokens a penalty is
 for), `load.py` (a folder as an engine), `async_engine.py` (`async for` over answers), `speculate/` (draft tokens),
-`ranks/` (one engine over several ranks).
+`ranks/` (one engine over several ranks; with stages `run/pipelined.py` has a step in each of them).
 `minillm/bench/load.py` sends the same requests through any engine.
 """
 

@@ -8,6 +8,7 @@ from inspect import Parameter, signature
 from minillm.model.config import check_generates
 from minillm.serve.numbers import check_whole
 from minillm.serve.ranks.part import group_of
+from minillm.serve.ranks.stage import Stage
 from minillm.serve.schedule.policies import POLICIES
 
 
@@ -63,6 +64,8 @@ def _options_of(scheduler: Callable) -> dict[str, Parameter] | None:
 
 def _check_complete(model) -> None:
     """ValueError for one rank's part of a model: its keys would not fit the cache and its logits lack words."""
+    if isinstance(model, Stage):  # made by `over_ranks`, for an engine
+        return
     config, group = model.config, group_of(model)
     projection = model.blocks[0].attention.k_proj
     found = getattr(projection, "out_features", None) or len(projection.weight)

@@ -18,6 +18,7 @@ from minillm.model import Transformer
 from minillm.model.hf.generation_config import GenerationDefaults
 from minillm.model.kernels import gpu_of
 from minillm.model.paged import Backend, default_backend
+from minillm.model.transformer import weight_of
 from minillm.quantize.kv import kv_format_named
 from minillm.serve.checks import check_engine
 from minillm.serve.load import engine_options
@@ -32,6 +33,7 @@ from minillm.serve.run.async_scheduling import AsyncScheduling
 from minillm.serve.run.build import build_pool, build_runner, build_scheduler, build_speculation, prepare_model
 from minillm.serve.run.core import EngineCore
 from minillm.serve.run.memory import gpu_limits
+from minillm.serve.run.pipelined import Pipelined
 from minillm.serve.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ class LLM:
         check_whole("block_size", block_size, 1)
         check_whole("keep_records", keep_records, 0)
         self.model, self.tokenizer, self.clock = model, tokenizer, clock
-        weight = model.embedding.weight
+        weight = weight_of(model)
         self.adapters = prepare_model(model, adapters, fused=fused, compile=compile)
         self.backend = backend or default_backend(weight.device, weight.dtype)
         kv_format = kv_format_named(kv_dtype, self.backend)
@@ -108,7 +110,7 @@ class LLM:
         self.speculation = build_speculation(proposer, k, model.config)
         about = (model.config, tokenizer, clock, generation, self.adapters)
         self.requests = RequestTable(self.scheduler, self.speculation, *about)
-        core = AsyncScheduling if async_scheduling else EngineCore
+        core = Pipelined if self.runner.stages > 1 else AsyncScheduling if async_scheduling else EngineCore
         self.core = core(self.runner, self.requests, keep_records=keep_records, record_blocks=record_blocks)
         self.records = self.core.records
         self.stepping = Lock()  # a step at a time; nothing else needs one, see `requests/table.py`
@@ -196,7 +198,7 @@ class LLM:
 
     def advance(self) -> None:
         """One step, whatever it computes; what ends in it waits for `step`. One thread at a time is in here."""
-        with self.stepping, gpu_of(self.model.embedding.weight.device):
+        with self.stepping, gpu_of(weight_of(self.model).device):
             if self.interrupted:
                 self.core.recover(self.interrupted)
             self.interrupted = "the step was interrupted"

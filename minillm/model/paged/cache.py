@@ -70,7 +70,7 @@ class PagedCache:
 
     2 · layers · block_size · kv_heads · head_dim numbers a block; with a format as many codes of 8 bits, and a scale
     for each head_dim of them (`quantized.py`). The block pool of `minillm.serve` decides which sequence owns which
-    block. layers: the keys and the values of each layer, views of the pool.
+    block. layers: by its number, the keys and the values of each layer, views of the pool.
     """
 
     def __init__(
@@ -83,8 +83,11 @@ class PagedCache:
         device=None,
         dtype: torch.dtype | None = None,
         format: RowFormat | None = None,
+        layers: range | None = None,
     ):
-        shape = (2, config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        """layers: whose keys and values it keeps; None = all of the model."""
+        layers = range(config.num_layers) if layers is None else layers
+        shape = (2, len(layers), num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.block_size, self.format = block_size, format
         self._parts: list[tuple[Tensor, Tensor]] = []  # on the device and on the host
         of_parts = [(shape, dtype)]
@@ -95,7 +98,9 @@ class PagedCache:
             of_host = (num_host_blocks, *size[:2], *size[3:])  # a block in one piece, for one copy
             self._parts.append((pool, torch.zeros(of_host, dtype=kind, device="cpu", pin_memory=pool.is_cuda)))
         self.pool, self.host = self._parts[0]
-        self.layers = [(self._of_layer(0, layer), self._of_layer(1, layer)) for layer in range(config.num_layers)]
+        self.layers = {
+            layer: (self._of_layer(0, place), self._of_layer(1, place)) for place, layer in enumerate(layers)
+        }
 
     @property
     def nbytes(self) -> int:
@@ -123,8 +128,8 @@ class PagedCache:
         """The attention function of one forward pass: sequence s brings the query_lens[s] tokens from starts[s] on."""
         return PagedBatch(self, tables, starts, query_lens, backend)
 
-    def _of_layer(self, kind: int, layer: int) -> Tensor | QuantizedPool:
-        parts = [pool[kind, layer] for pool, _ in self._parts]
+    def _of_layer(self, kind: int, place: int) -> Tensor | QuantizedPool:
+        parts = [pool[kind, place] for pool, _ in self._parts]
         return parts[0] if self.format is None else QuantizedPool(*parts, self.format)
 
 

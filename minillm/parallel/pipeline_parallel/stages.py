@@ -69,7 +69,9 @@ class ModelPart(Decoder):
         """Names of parameters that another part holds too, and whose gradients have to be added up."""
         return ("embedding.weight",) if self.config.tie_embeddings and self.first != self.last else ()
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, *, attention: AttentionFunction | None = None
+    ) -> Tensor:
         """x: tokens [batch, seq] if it is the first part, else hidden [batch, seq, hidden] -> hidden after its blocks.
 
         hidden is [batch, seq / sequence_shards, hidden] between parts that are sequence-parallel.
@@ -84,7 +86,7 @@ class ModelPart(Decoder):
         rotation = self.rope(torch.arange(seq_len, device=x.device) if positions is None else positions, x.dtype)
         more = (self.router_losses,) if self.router_losses and torch.is_grad_enabled() else ()
         for block in self.blocks.values():
-            x = block(x, rotation, self.attention, positions, *more)
+            x = block(x, rotation, attention or self.attention, positions, *more)
         return x
 
     @property

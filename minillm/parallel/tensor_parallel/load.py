@@ -6,6 +6,7 @@ The bytes that a rank reads are those of its parameters. Quantized layers in com
 parts, too, where a part begins at a word; others (GPTQ's and AWQ's layouts) are read whole, one after the other.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.hf import weights
 from minillm.model.hf.families import Piece
 from minillm.model.hf.load import open_folder, stored_dtype
+from minillm.parallel.pipeline_parallel.stages import ModelPart
 from minillm.parallel.sharding.placement import Part, Partial, Replicate, Shard
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import check_heads, part_of
@@ -30,7 +32,7 @@ from minillm.quantize.linear import QuantizedLinear
 class LoadedPart(NamedTuple):
     """model: cut by `tensor_parallel`. bytes_read: of tensors, as they are stored."""
 
-    model: Transformer
+    model: Transformer | ModelPart
     bytes_read: int
 
 
@@ -42,20 +44,25 @@ def load_part(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     max_seq_len: int | None = None,
+    take: Callable[[Transformer], ModelPart] | None = None,
 ) -> LoadedPart:
-    """Every rank of the group calls it. Options as of `load_hf`. ValueError as there, and for heads or quantized layers
-    that do not divide over the ranks."""
+    """Every rank of the group calls it. take: the layers of the whole model, on "meta", that are this group's, nothing
+    else of the folder is read; None = all. Other options as of `load_hf`. ValueError as there, and for heads or
+    quantized layers that do not divide over the ranks."""
     folder = Path(folder)
     config, stored, held, layout, quantized = open_folder(folder, max_seq_len)
     check_heads(config, group.world_size)
     model = Transformer(config, device="meta", dtype=dtype or stored_dtype(folder))
     whole = dict(model.named_parameters())
+    model = model if take is None else take(model)
+    names = {name for name, _ in model.named_parameters()}
+    held = {stored_name: pieces for stored_name, pieces in held.items() if pieces[0].name in names}
     tensor_parallel(model, config, group)
     device = torch.device(group.device if device is None else device)
     bytes_read = 0
     parts: dict[str, QuantizedLinear] = {}
-    for name, pieces in quantized.items():
-        read = _read_codes(name, pieces, whole, layout, stored, config, group, device)
+    for name in quantized.keys() & held.keys():
+        read = _read_codes(name, held[name], whole, layout, stored, config, group, device)
         parts |= read[0]
         bytes_read += read[1]
     cut = {name: model.get_submodule(name) for name in parts}

@@ -14,6 +14,7 @@ from minillm.comm import Group
 from minillm.model import ModelConfig
 from minillm.model.initialise import Draw, initial
 from minillm.model.moe import MoE
+from minillm.model.transformer import blocks_of
 from minillm.parallel.tensor_parallel.experts import cut_experts
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, fused_column_linears
 from minillm.parallel.tensor_parallel.plan import check_heads, part_of, placement_of, whole_shapes
@@ -44,9 +45,7 @@ def tensor_parallel(
         raise ValueError("this module is tensor parallel already: cut a whole one.")
     region = Region(group, sequence, regather)
     check_heads(config, group.world_size)
-    blocks = getattr(module, "blocks", ())
-    blocks = list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
-    embedding, head = getattr(module, "embedding", None), getattr(module, "head", None)
+    blocks, embedding, head = blocks_of(module), getattr(module, "embedding", None), getattr(module, "head", None)
     if not blocks and embedding is None and head is None:
         raise ValueError(
             f"{type(module).__name__} has no blocks, embedding or head of a Transformer, so nothing would be cut: use "

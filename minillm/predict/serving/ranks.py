@@ -4,6 +4,7 @@
     a pass     2 L + 1 all-reduces of [tokens, H]: after every attention and MLP, and after the embedding
     a row      all its logits, (t - 1) / t · V · b bytes of each rank; or the likeliest token, 16 (t - 1)
     a step     one message of at least 8,192 bytes from rank 0 to every other rank
+    stages     [tokens, H] from every rank of a stage to its counterpart of the next one, 8 bytes and 8 a row back
 
 L layers, H hidden size, V vocabulary, b bytes of an activation. A decoding sequence is one token and one row a step, so
 its bytes do not grow with the context. Seconds on a card and a link: `predict.planner.serving.decode_seconds`. Shapes
@@ -52,3 +53,19 @@ def step_numbers(sequences: int, tokens: int, rows: int, *, changed: int = 0, sa
 def message_bytes(numbers: int) -> int:
     """Bytes from rank 0 to each other rank for a step of so many numbers."""
     return NUMBER * max(FIRST, 1 + numbers)
+
+
+def hidden_bytes(shape: Shape, tokens: int, itemsize: int = 4) -> int:
+    """What a rank of one stage sends to the next one for a step of so many tokens."""
+    return tokens * shape.hidden_size * itemsize
+
+
+def reply_bytes(rows: int, top: int | None = None) -> int:
+    """From the last stage to rank 0 for a step in which so many tokens are sampled. top: the likeliest tokens that are
+    told of each, the most that one asks for; None = no log-probabilities."""
+    return NUMBER * (1 + rows * (1 if top is None else 3 + 2 * top))
+
+
+def verified_bytes(shape: Shape, *, whole: int, likeliest: int) -> int:
+    """The same for a step that checks draft tokens: rows of all logits, and rows of which the likeliest is enough."""
+    return NUMBER * (1 + 2 * likeliest) + 4 * whole * shape.vocab_size

@@ -1,4 +1,4 @@
-"""One engine over the ranks of a `Group`: each holds a part of every layer, and rank 0 says what the next step is.
+"""One engine over the ranks of a `Group`: each holds a part of the model, and rank 0 says what the next step is.
 
     rank 0     scheduler ──▶ StepInputs ─┬─▶ pass, logits joined, sampling ──▶ tokens read ──▶ scheduler ...
                                          │        ▲ all-reduces, all-gather
@@ -11,9 +11,15 @@ Reading order:
 2. `message.py`   a step as one row of numbers, and how it reaches the other ranks
 3. `runner.py`    a `Runner` whose steps are told, and whose logits are joined only where they are read whole
 4. `part.py`      a rank's part of a model as an engine takes it; what the ranks have to agree on beforehand
-The layers are those that train (`minillm/parallel/tensor_parallel`), and so is what cuts and loads them.
+With stages, each of consecutive layers and of ranks that share them:
+5. `stage.py`          a stage's layers, taken out of the whole model
+6. `stage_runner.py`   hidden states from stage to stage
+7. `reply.py`          tokens from the last stage to rank 0
+8. `../run/pipelined.py`  as many steps under way as there are stages
+The layers are those that train (`minillm/parallel/tensor_parallel`, `pipeline_parallel`), and so is what cuts and loads
+them.
 
-Every rank samples, each from the same bits: a row's logits are gathered, not computed twice, and its random number is
+Without stages every rank samples, each from the same bits: a row's logits are gathered, not computed twice, and its random number is
 among the step's inputs. So no token travels, and with asynchronous scheduling the next pass finds the tokens of the one
-before it on its own device. Only rank 0 reads them, and what it then tells overrides all else.
+before it on its own device. Only rank 0 reads them, and what it then tells overrides all else. With stages the last one samples.
 """

@@ -4,10 +4,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from minillm.comm import Group
+from minillm.comm import Group, Mesh
 from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.model.generate import folder_of
@@ -16,7 +17,9 @@ from minillm.parallel.tensor_parallel.load import load_part
 from minillm.parallel.tensor_parallel.quantized import cut_quantized
 from minillm.serve.engine import LLM
 from minillm.serve.load import dtype_of
+from minillm.serve.numbers import check_whole
 from minillm.serve.ranks.part import as_part
+from minillm.serve.ranks.stage import Stage
 from minillm.serve.speculate.registry import proposer_named
 
 OF_FOLDER = ("device", "dtype", "max_seq_len")
@@ -24,6 +27,10 @@ READ_TARGET = ("medusa", "eagle", "early-exit")  # proposers that compute with t
 REFUSED = {
     "compile": "torch.compile cannot trace what they exchange",
     "adapters": "their matrices are not cut over ranks",
+}
+REFUSED_OF_STAGES = {
+    "async_scheduling": "as many steps are under way as there are stages already",
+    "graphs": "hidden states that arrive have no place in a recorded pass",
 }
 Result = TypeVar("Result")
 
@@ -33,34 +40,69 @@ def over_ranks(
     source: str | Path | Transformer,
     use: Callable[[LLM], Result],
     *,
+    pp: int = 1,
     proposer: Any = None,
     **options: Any,
 ) -> Result | None:
     """What `use(llm)` returns, on rank 0; the other ranks compute its steps until it returns, and return None.
 
     source: a Hugging Face folder, of which each rank reads its part, or a model that is whole on every rank and is cut
-    in place. proposer: of draft tokens, by its name in `PROPOSERS`, or an object; rank 0 alone has it. options: of
-    `LLM`, with a folder also device, dtype and max_seq_len of `engine_options`; the same on every rank.
+    in place. pp: stages of consecutive layers, each shared by world_size / pp ranks (`run/pipelined.py`). proposer: of
+    draft tokens, by its name in `PROPOSERS`, or an object; rank 0 alone has it. options: of `LLM`, with a folder also
+    device, dtype and max_seq_len of `engine_options`; the same on every rank.
 
     ValueError for heads that do not divide over the ranks and for what is not cut. If `use` leaves an exception, the
     ranks end with it.
     """
+    _check(group.world_size, pp, proposer, options)
+    if pp == 1:
+        return _run(_engine(source, group, group, None, proposer, options), group, use)
+    with Mesh(group, pp=pp, tp=group.world_size // pp) as mesh:
+        llm = _engine(source, group, mesh.tp, partial(Stage, group=group, mesh=mesh), proposer, options)
+        return _run(llm, group, use)
+
+
+def _check(ranks: int, pp: int, proposer: Any, options: dict[str, Any]) -> None:
+    """ValueError for what ranks, or stages, have no form of."""
+    check_whole("pp", pp, 1)
+    if ranks % pp:
+        raise ValueError(f"{pp} stages do not divide {ranks} ranks: start a multiple of {pp}, all stages have as many.")
     for name, reason in REFUSED.items():
         if options.get(name):
             raise ValueError(f"{name} with an engine over ranks: {reason}, so leave one of the two out.")
-    if isinstance(proposer, str) and proposer in READ_TARGET and group.world_size > 1:
+    for name, reason in REFUSED_OF_STAGES.items():
+        if pp > 1 and options.get(name):
+            raise ValueError(f"{name} with {pp} stages: {reason}, so leave it out.")
+    reads_target = isinstance(proposer, str) and proposer in READ_TARGET and ranks > 1
+    if reads_target or (pp > 1 and getattr(proposer, "wants_hidden", False)):
         raise ValueError(
-            f"proposer {proposer!r} reads the target, which is cut over {group.world_size} ranks: "
+            f"proposer {proposer!r} reads the target, which is cut over {ranks} ranks: "
             "use draft, ngram or lookahead, or one rank."
         )
+
+
+def _engine(
+    source: str | Path | Transformer,
+    group: Group,
+    sharers: Group,
+    take: Callable[[Transformer], Stage] | None,
+    proposer: Any,
+    options: dict[str, Any],
+) -> LLM:
+    """This rank's. sharers: the ranks that share its layers. take: these layers of the whole model; None = all."""
     if isinstance(source, Transformer):
-        found = {"model": cut_quantized(source, group)}
+        found = {"model": cut_quantized(source if take is None else take(source), sharers)}
     else:
-        found = _loaded(source, group, **{name: options.pop(name) for name in OF_FOLDER if name in options})
-    model = as_part(found["model"], group)
+        of_folder = {name: options.pop(name) for name in OF_FOLDER if name in options}
+        found = _loaded(source, sharers, take, **of_folder)
+    model = as_part(found["model"], sharers)
     if group.rank == 0 and proposer is not None:
         options["proposer"] = proposer_named(proposer, model) if isinstance(proposer, str) else proposer
-    llm = LLM(**found | options)
+    return LLM(**found | options)
+
+
+def _run(llm: LLM, group: Group, use: Callable[[LLM], Result]) -> Result | None:
+    """Rank 0 uses the engine, the others follow it."""
     runner = llm.runner
     if group.rank:
         with sigterm_ignored():  # rank 0 may have requests to end: it says when there are no more steps
@@ -93,9 +135,18 @@ def sigterm_ignored() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _loaded(source: str | Path, group: Group, *, device=None, dtype=None, max_seq_len=None) -> dict[str, Any]:
+def _loaded(
+    source: str | Path,
+    group: Group,
+    take: Callable[[Transformer], Stage] | None,
+    *,
+    device=None,
+    dtype=None,
+    max_seq_len=None,
+) -> dict[str, Any]:
     folder, device = folder_of(str(source), option="folder"), device or group.device
-    part = load_part(folder, group, device=device, dtype=dtype_of(dtype, device), max_seq_len=max_seq_len)
+    options = {"dtype": dtype_of(dtype, device), "max_seq_len": max_seq_len}
+    part = load_part(folder, group, device=device, take=take, **options)
     return {
         "model": part.model,
         "tokenizer": Tokenizer.load(folder),

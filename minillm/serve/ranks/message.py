@@ -18,7 +18,8 @@ from minillm.serve.run.penalties import Penalties
 from minillm.serve.run.step_inputs import SamplingInputs, StepInputs
 
 FIRST = 1024  # numbers of the first message
-END, BEAT = -1, 0  # in place of a length: there are no more steps; rank 0 is there and has none
+# In place of a length: there are no more steps; rank 0 is there and has none; a number is asked of every rank.
+END, BEAT, REPORT = -1, 0, -2
 OF_STEP = tuple(field.name for field in fields(StepInputs) if field.type is np.ndarray)
 OF_SAMPLING = tuple(field.name for field in fields(SamplingInputs) if field.type == np.ndarray | None)
 OF_PENALTIES = tuple(field.name for field in fields(Penalties))
@@ -74,11 +75,11 @@ class Channel:
         self.numbers += len(numbers)
 
     def tell_sign(self, sign: int) -> None:
-        """END or BEAT."""
+        """END, BEAT or REPORT."""
         self._send(sign, np.zeros(0, np.int64))
 
     def hear(self) -> np.ndarray | int:
-        """The next step, as numbers; END or BEAT."""
+        """The next step, as numbers; END, BEAT or REPORT."""
         first = torch.empty(FIRST, dtype=torch.int64)
         self.group.exchange(recv=(first, 0), eager=True)
         self.told += 1
@@ -91,6 +92,17 @@ class Channel:
             self.group.exchange(recv=(rest, 0), eager=True)
             numbers = torch.cat((numbers, rest))
         return numbers[:length].numpy()
+
+    def answer(self, number: float) -> None:
+        """What REPORT has asked for."""
+        self.group.exchange(send=(torch.tensor([number], dtype=torch.float64), 0), eager=True)
+
+    def answers(self) -> list[float]:
+        """On rank 0: what the others answer, in rank order."""
+        numbers = torch.empty(self.group.world_size - 1, 1, dtype=torch.float64)
+        for rank, number in enumerate(numbers, 1):
+            self.group.exchange(recv=(number, rank), eager=True)
+        return numbers.flatten().tolist()
 
     def close(self, group: Group) -> None:
         """Lets go of a group that was made for it. group: what it was made from."""

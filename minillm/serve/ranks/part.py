@@ -12,9 +12,10 @@ import torch
 
 from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
+from minillm.serve.ranks.stage import Stage
 
 
-def as_part(model: Transformer, group: Group) -> Transformer:
+def as_part(model: Transformer | Stage, group: Group) -> Transformer | Stage:
     """A model that `tensor_parallel` has cut over the group, with its part's configuration."""
     model.config = part_config(model.config, group.world_size)
     return model
@@ -26,8 +27,20 @@ def part_config(config: ModelConfig, world_size: int) -> ModelConfig:
     return replace(config, head_dim=config.head_dim, **heads)
 
 
+def layers_of(model: Any) -> range:
+    """The layers that this rank has, and whose keys and values it keeps."""
+    return model.layers if isinstance(model, Stage) else range(model.config.num_layers)
+
+
 def group_of(model: Any) -> Group | None:
     """The ranks that the model is cut over; None for a whole one."""
+    return model.group if isinstance(model, Stage) else sharers_of(model)
+
+
+def sharers_of(model: Any) -> Group | None:
+    """The ranks that share this rank's layers, each with its heads and words; None for a whole model."""
+    if isinstance(model, Stage):
+        return model.mesh.tp
     region = getattr(model.embedding, "region", None)
     return None if region is None else region.group
 

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.model.paged.tables import to_device
-from minillm.serve.ranks.message import BEAT, END, Channel, from_numbers, to_numbers
+from minillm.model.transformer import weight_of
+from minillm.serve.ranks.message import BEAT, END, REPORT, Channel, from_numbers, to_numbers
+from minillm.serve.ranks.part import group_of, sharers_of
 from minillm.serve.run.model_runner import Runner, StepOutputs
 from minillm.serve.run.step_inputs import StepInputs
 
@@ -27,14 +29,16 @@ class RankRunner(Runner):
     """Executes its steps on this rank alone until `lead` or `follow` is called, on all ranks: for the steps that warm
     it up, which are the same everywhere.
 
-    told_s: seconds that rank 0 has spent on telling steps.
+    told_s: seconds that rank 0 has spent on telling steps. waited_s: seconds that this rank has waited for a step, or
+    for what another stage computes (`stage_runner.py`).
     """
 
     beat_s = BEAT_S
 
-    def __init__(self, *given, group: Group, **options) -> None:
+    def __init__(self, *given, **options) -> None:
         super().__init__(*given, **options)
-        self.group, self.channel, self.told_s = group, Channel(group), 0.0
+        self.group, self.sharers = group_of(self.model), sharers_of(self.model)
+        self.channel, self.told_s, self.waited_s = Channel(self.group), 0.0, 0.0
         self._leads, self._last = False, 0.0
         self._failure: BaseException | None = None
 
@@ -44,9 +48,21 @@ class RankRunner(Runner):
 
     def follow(self) -> None:
         """On the others: executes what rank 0 tells until it ends."""
-        while not isinstance(heard := self.channel.hear(), int) or heard != END:
+        while True:
+            started = time.monotonic()
+            heard = self.channel.hear()
+            self.waited_s += time.monotonic() - started
             if not isinstance(heard, int):
                 self.execute(from_numbers(heard))
+            elif heard == REPORT:
+                self.channel.answer(self.waited_s)
+            elif heard == END:
+                return
+
+    def waited(self) -> list[float]:
+        """On rank 0: `waited_s` of every rank so far. What is under way is read before."""
+        self.channel.tell_sign(REPORT)
+        return [self.waited_s, *self.channel.answers()]
 
     def end(self) -> None:
         """On rank 0: the others are told that there are no more steps, unless they are amid one."""
@@ -88,9 +104,11 @@ class RankRunner(Runner):
 
     def _forward(self, step: StepInputs, before: Tensor | None) -> StepOutputs:
         outputs = super()._forward(step, before)
-        vocab_size, computed = self.model.config.vocab_size, self.model.embedding.weight.dtype
+        if outputs.logits is None:
+            return outputs
+        vocab_size, computed = self.model.config.vocab_size, weight_of(self.model).dtype
         local = outputs.logits.to(computed) if computed.itemsize < 4 else outputs.logits  # exact: they were of it
-        outputs.logits = joined(local, whole_rows(step), self.group)[:, :vocab_size].float()
+        outputs.logits = joined(local, whole_rows(step), self.sharers)[:, :vocab_size].float()
         return outputs
 
 

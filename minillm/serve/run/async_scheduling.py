@@ -40,10 +40,11 @@ class AsyncScheduling(EngineCore):
         """Launches a step, if there is anything to compute, and reads the one before it."""
         before, self.launched = self.launched, None  # a step that is interrupted forgets both
         pool = self.scheduler.pool
-        pool.withheld = frozenset() if before is None else _written(before, pool.block_size)
+        pool.withheld = frozenset() if before is None else written(before, pool.block_size)
         step = self.plan()
         pool.withheld = frozenset()
         if step is not None:
+            step.in_flight += before is not None
             self.execute(step)
             if not step.error:
                 self._hold(step)
@@ -99,7 +100,7 @@ class AsyncScheduling(EngineCore):
             sample.num_computed = min(sample.num_computed, place)
 
 
-def _written(step: Step, block_size: int) -> frozenset[int]:
+def written(step: Step, block_size: int) -> frozenset[int]:
     """The blocks that the step's pass writes."""
     starts = zip(step.tables, step.starts, strict=True)
     return frozenset(block for table, start in starts for block in table[start // block_size :])

@@ -1,7 +1,6 @@
 """An engine's parts: how many blocks, the memory for them, what is compiled and recorded beforehand."""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,8 +8,11 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.kernels import gpu_of
 from minillm.model.paged import Backend, PagedCache
 from minillm.model.paged.quantized import RowFormat
-from minillm.serve.ranks.part import agreed, group_of
+from minillm.model.transformer import weight_of
+from minillm.serve.ranks.part import agreed, group_of, layers_of
 from minillm.serve.ranks.runner import RankRunner
+from minillm.serve.ranks.stage import Stage
+from minillm.serve.ranks.stage_runner import StageRunner
 from minillm.serve.run.adapters import store_of
 from minillm.serve.run.decode_graphs import wants_graphs
 from minillm.serve.run.memory import blocks_of_full_length, pool_sizes, rows_of_each
@@ -35,7 +37,7 @@ def prepare_model(
     compile: bool | str,
 ) -> "AdapterStore | None":
     """Changes how the model computes, see `optimise.py`, and gives it the store of its adapters. All as of `LLM`."""
-    on_gpu = model.embedding.weight.is_cuda
+    on_gpu = weight_of(model).is_cuda
     if on_gpu if fused is None else fused:
         fuse(model, kernels=on_gpu and compile is False)
     store = store_of(model, adapters, compile)
@@ -95,21 +97,26 @@ def build_runner(
     adapters: "AdapterStore | None",
 ) -> Runner:
     """For the steps and the pool of a scheduler. graphs, warm_up: as of `LLM`."""
-    weight, pool, most = model.embedding.weight, scheduler.pool, scheduler.max_num_seqs
+    weight, pool, most = weight_of(model), scheduler.pool, scheduler.max_num_seqs
     where = {"num_host_blocks": pool.num_host_blocks, "device": weight.device, "dtype": weight.dtype}
-    cache = PagedCache(model.config, pool.total, pool.block_size, format=kv_format, **where)
+    cache = PagedCache(model.config, pool.total, pool.block_size, format=kv_format, layers=layers_of(model), **where)
     widest = blocks_of_full_length(model.config, pool.block_size)
-    group = group_of(model)
-    runner = (Runner if group is None else partial(RankRunner, group=group))(
+    runner = runner_of(model)(
         model,
         cache,
         backend,
         table_rows=2 * most,
         table_width=widest if pool.window is not None else min(pool.total, widest),
-        graphs=most if wants_graphs(graphs, backend, weight.device) else 0,
+        graphs=most if not isinstance(model, Stage) and wants_graphs(graphs, backend, weight.device) else 0,
         **({} if adapters is None else {"routed": adapters.routed}),
     )
     if weight.is_cuda if warm_up is None else warm_up:
         with gpu_of(weight.device):
             run_warm_up(runner, scheduler.token_budget)
     return runner
+
+
+def runner_of(model: Transformer | Stage) -> type[Runner]:
+    if isinstance(model, Stage):
+        return StageRunner
+    return Runner if group_of(model) is None else RankRunner

@@ -14,9 +14,11 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.draw import Draw
 from minillm.model.kernels import gpu_of
 from minillm.model.paged.quantized import RowFormat
+from minillm.model.transformer import weight_of
 from minillm.predict.model import kv_bytes_per_token
 from minillm.serve.numbers import check_whole
-from minillm.serve.ranks.part import agreed, ranks_here
+from minillm.serve.ranks.part import agreed, layers_of, ranks_here
+from minillm.serve.ranks.stage import Stage
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.run.step_inputs import sampling_inputs
 from minillm.serve.sample.batch import sample_on_device
@@ -30,7 +32,7 @@ MOST_PINNED_BYTES = 4 << 30  # of a GPU's host blocks, which the operating syste
 def gpu_limits(model: Transformer, given: dict[str, object]) -> dict[str, int]:
     """`max_num_seqs` and `token_budget` of an engine on a GPU, where they are not given: GPU_LIMITS, or the half, a
     quarter, ... of the tokens if a pass over them takes too much of the free memory. None on a CPU."""
-    device = model.embedding.weight.device
+    device = weight_of(model).device
     if device.type != "cuda":
         return {}
     limits = {name: given.get(name, default) for name, default in GPU_LIMITS.items()}
@@ -64,8 +66,8 @@ def pool_sizes(
     of the free RAM holds them, for a GPU at most MOST_PINNED_BYTES. more: of `default_num_blocks`. ValueError for more
     than the whole memory of the device, or of the host, holds.
     """
-    weight, ram = model.embedding.weight, psutil.virtual_memory()
-    size = block_bytes(model.config, block_size, weight.dtype, kv_format)
+    weight, ram = weight_of(model), psutil.virtual_memory()
+    size = block_bytes(model.config, block_size, weight.dtype, kv_format, len(layers_of(model)))
     if num_blocks is None:
         limits = {name: scheduling[name] for name in ("max_num_seqs", "token_budget") if name in scheduling}
         num_blocks = default_num_blocks(model, block_size, utilization, kv_format=kv_format, **limits, **more)
@@ -96,7 +98,7 @@ def default_num_blocks(
     a single block."""
     check_whole("max_num_seqs", max_num_seqs, 1)
     check_whole("token_budget", token_budget, 1)
-    weight = model.embedding.weight
+    weight = weight_of(model)
     on_gpu = weight.device.type == "cuda"
     share = (GPU_SHARE if on_gpu else CPU_SHARE) if utilization is None else utilization
     if not isinstance(share, Real) or not 0 < share <= 1:
@@ -107,7 +109,7 @@ def default_num_blocks(
         room = share * total - (total - free) - needed - reserved_bytes
     else:
         room = share * psutil.virtual_memory().available / ranks_here(model)
-    fits = int(room // block_bytes(model.config, block_size, weight.dtype, kv_format))
+    fits = int(room // block_bytes(model.config, block_size, weight.dtype, kv_format, len(layers_of(model))))
     if fits < 1:
         raise ValueError(
             f"no memory is left for keys and values on {weight.device} at gpu_memory_utilization {share}: raise it, "
@@ -140,12 +142,19 @@ def draft_num_blocks(model: Transformer, block_size: int) -> int:
     return max(full, min(16 * full, fits))
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, kv_format: RowFormat | None = None) -> int:
-    """Bytes of one block: keys and values of block_size tokens in all layers."""
-    if kv_format is None:
-        return block_size * kv_bytes_per_token(config, dtype.itemsize)
-    sizes = {"bytes_per_element": kv_format.code_dtype.itemsize, "scale_bytes": kv_format.scale_dtype.itemsize}
-    return block_size * kv_bytes_per_token(config, **sizes)
+def block_bytes(
+    config: ModelConfig,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_format: RowFormat | None = None,
+    layers: int | None = None,
+) -> int:
+    """Bytes of one block: keys and values of block_size tokens in so many layers; None = all."""
+    sizes = {"bytes_per_element": dtype.itemsize}
+    if kv_format is not None:
+        sizes = {"bytes_per_element": kv_format.code_dtype.itemsize, "scale_bytes": kv_format.scale_dtype.itemsize}
+    of_a_layer = kv_bytes_per_token(config, **sizes) // config.num_layers
+    return block_size * of_a_layer * (config.num_layers if layers is None else layers)
 
 
 def blocks_of_full_length(config: ModelConfig, block_size: int) -> int:
@@ -154,7 +163,7 @@ def blocks_of_full_length(config: ModelConfig, block_size: int) -> int:
 
 def _pass_bytes(model: Transformer, *, max_num_seqs: int, token_budget: int) -> int:
     """Of the GPU, what a pass over so many tokens and its sampling take on top; all of it if they do not fit."""
-    device = model.embedding.weight.device
+    device = weight_of(model).device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -172,10 +181,14 @@ def _pass_bytes(model: Transformer, *, max_num_seqs: int, token_budget: int) -> 
 def largest_pass(model: Transformer, tokens: int, rows: int) -> None:
     """A pass over so many tokens without attention, whose memory is small, and the sampling of `rows` of them with all
     that a request can ask for."""
-    device = model.embedding.weight.device
-    ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+    device = weight_of(model).device
+    is_stage = isinstance(model, Stage)
+    x = model.nothing(tokens) if is_stage else torch.zeros(1, tokens, dtype=torch.int64, device=device)
     positions = torch.arange(tokens, device=device) % model.config.max_seq_len
     wanted = torch.arange(rows, device=device)
-    logits = model(ids, positions, attention=lambda q, k, v, **_: q.clone(), rows=wanted)[0].float()
+    outputs = model(x, positions, attention=lambda q, k, v, **_: q.clone(), rows=wanted)[0]
+    if is_stage and not model.last:
+        return
+    logits = outputs.float()
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=logits.shape[1] - 1, min_p=0.01, repetition_penalty=1.1)
     sample_on_device(logits, sampling_inputs([(params, [0], Draw(0))] * rows)).read()

@@ -46,10 +46,11 @@ class Runner:
     table_rows, table_width: size of the block tables. graphs: sequences of the largest step that is replayed as a CUDA
     graph (`decode_graphs.py`); 0 = none is. routed: `AdapterStore.routed`, for steps with adapters, which are not
     replayed. moved: how many moves of the last step were carried out. beat_s: seconds after which `ready` is to be
-    called again where there is nothing to compute; None = it need not be.
+    called again where there is nothing to compute; None = it need not be. stages: steps that can be under way at once.
     """
 
     beat_s: float | None = None
+    stages = 1
 
     def __init__(
         self,
@@ -79,6 +80,8 @@ class Runner:
         self.moved = 0
         self._move_blocks(step.moves)
         outputs = self._forward(step, before)
+        if outputs.logits is None:  # another rank has them
+            return outputs
         if len(step.allowed_rows):
             rule_out_all_but(outputs.logits, step.allowed_rows, step.allowed_ids)
         if step.sampling is not None:
@@ -115,9 +118,13 @@ class Runner:
         attention, outputs = self._attention(step, there["slots"], there["rows"]), StepOutputs()
         adapted = nullcontext() if step.adapters is None else self.routed(step.adapters, step.counts)
         with self._keep_hidden(outputs) if step.hidden else nullcontext(), adapted:
-            logits = self.model(tokens, there["positions"], attention=attention, rows=there["wanted"])[0]
-        outputs.logits = logits.float()
+            logits = self._compute(tokens, there["positions"], attention, there["wanted"])
+        outputs.logits = None if logits is None else logits.float()
         return outputs
+
+    def _compute(self, tokens: Tensor, positions: Tensor, attention: PagedAttention, wanted: Tensor) -> Tensor | None:
+        """tokens: [1, n] -> [r, vocab_size], the logits of the wanted ones; None if another rank has them."""
+        return self.model(tokens, positions, attention=attention, rows=wanted)[0]
 
     def _attention(self, step: StepInputs, slots: Tensor, rows: Tensor) -> PagedAttention:
         ends = step.starts + step.counts

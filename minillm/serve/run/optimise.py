@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from minillm.model import Transformer
 from minillm.model.attention import AttentionFunction, sdpa
 from minillm.model.compiler import check_compiler
-from minillm.model.transformer import Block, apply_linears
+from minillm.model.transformer import Block, apply_linears, blocks_of
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def fuse(model: Transformer, *, kernels: bool = False) -> int:
     """
     count = 0
     kernels = kernels and find_spec("triton") is not None
-    for block in model.blocks:
+    for block in blocks_of(model):
         mlp = getattr(block.mlp, "shared", block.mlp)  # experts hold gate and up as one matrix as it is
         if kernels:
             from minillm.model.elementwise_triton import gated_triton, rotate_both_triton

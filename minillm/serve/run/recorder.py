@@ -18,7 +18,7 @@ class StepRecord:
 
     batch: (sequence, first position, tokens) of each; a sequence's name is "request id/sample". sampled: new tokens.
     ended: request ids. waiting includes those preempted. tables: sequence -> blocks, and references: holders of each
-    block, only if the engine was asked for them.
+    block, only if the engine was asked for them. in_flight: steps under way when this one was launched, and itself.
     """
 
     step: int
@@ -37,6 +37,7 @@ class StepRecord:
     error: str | None = None
     tables: dict[str, list[int]] | None = None
     references: list[int] | None = None
+    in_flight: int = 1
 
     @property
     def tokens(self) -> int:
@@ -77,5 +78,6 @@ def record(scheduler: Scheduler, step: Step, *, blocks: bool, **facts) -> StepRe
         used=pool.used,
         tables={sequence.name: sequence.held_blocks for sequence in running} if blocks else None,
         references=list(pool.references) if blocks else None,
+        in_flight=step.in_flight,
         **facts,
     )

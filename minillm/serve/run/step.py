@@ -31,7 +31,8 @@ class Step:
     drafts: draft tokens to compute after a sequence's own, by place in the plan. ready: the samples that get tokens;
     the first of several (n > 1) is followed by the others, once they run; forks: there is such a one. dropped: rows of
     it whose token is no good. held: a sample and the place of its token that the host has not read yet
-    (`AsyncScheduling`). outputs: None until it is executed. error: what it raised, "" = nothing; stage: where.
+    (`AsyncScheduling`). in_flight: steps that were not read yet when it was launched, and itself. outputs: None until
+    it is executed. error: what it raised, "" = nothing; stage: where.
     """
 
     number: int
@@ -45,6 +46,7 @@ class Step:
     forks: bool = False
     dropped: set[int] = field(default_factory=set)
     held: list[tuple[Sample, int]] = field(default_factory=list)
+    in_flight: int = 1
     outputs: StepOutputs | None = None
     stage: str = "the forward pass"
     error: str = ""

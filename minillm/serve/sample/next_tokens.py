@@ -24,6 +24,9 @@ class NextTokens:
         self.scheduler.advance(step.plan)
         if step.forks:
             step.ready = [row for each in step.ready for row in self._with_forks(each)]
+        self.end_faulty(step)
+
+    def end_faulty(self, step: Step) -> None:
         for row, failure in step.outputs.faults.items():
             self._failed(step.ready[row][0], failure)
 

@@ -33,7 +33,8 @@ class Scheduler:
     token_budget: tokens of a step, at least max_num_seqs. chunk: of one sequence in a step; None = the budget.
     preemption: "recompute" drops the blocks of a victim, "swap" copies them to the host while there is room.
     reserve: free blocks to keep per running sequence at admission; more means fewer preemptions. adapters_fit: whether
-    these adapters can run at once.
+    these adapters can run at once. stages: steps that can be under way at once (`run/pipelined.py`); each takes its
+    share of the sequences. A sequence whose next token is under way has no uncomputed ones, and waits for it.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Scheduler:
         self.piece = None if pool.window is None else min(self.chunk, token_budget)  # see `Sequence.wanted`
         self.reserve, self.max_waiting, self.adapters_fit = reserve, max_waiting, adapters_fit
         self.swaps, self._victim_key = preemption == "swap", POLICIES[policy]
-        self.step = 0
+        self.step, self.stages = 0, 1
         self._arrivals, self._forks = count(), count(1)
         self.reset()
 
@@ -105,10 +106,11 @@ class Scheduler:
         return {sequence.adapter for sequence in self.running} - {None}
 
     def schedule(self) -> Plan:
-        """The next step. Empty only when nothing waits or runs."""
+        """The next step. Empty only when nothing waits or runs, or all that does is under way."""
         self.step += 1
         plan, prompts, drafts = Plan(), [], 0
         batch, size, references = plan.batch, self.pool.block_size, self.pool.references
+        share = -(-self.num_seqs // self.stages)
         for sequence in self.running.copy():
             computed = sequence.num_computed
             drafts += sequence.num_draft_tokens
@@ -116,7 +118,7 @@ class Scheduler:
                 short = sequence.state is RUNNING and sequence.wanted(self.piece) > len(sequence.blocks) * size
                 if not short or self._grow(sequence, plan):
                     prompts.append(sequence)
-            elif sequence.state is not RUNNING:  # preempted just now, for an earlier one
+            elif sequence.state is not RUNNING or len(batch) >= share:  # preempted just now, for an earlier one
                 continue
             elif 0 < computed % size < size - 1 and references[sequence.blocks[-1]] == 1:
                 batch.append((sequence, 1))  # within a block of its own: nothing to do, as in nearly all steps
@@ -125,9 +127,12 @@ class Scheduler:
                 self._give(sequence, self.token_budget, plan)
         budget = self.token_budget - len(batch)
         for sequence in prompts:
-            if sequence.state is RUNNING:
+            if sequence.state is RUNNING and self._has_seat(sequence, share, budget, plan):
                 budget -= self._give(sequence, budget, plan)
-        while budget and not plan.preempted and (sequence := self._first_waiting()) and self._admit(sequence):
+        share = -(-min(self.num_seqs + self.num_waiting, self.max_num_seqs) // self.stages)
+        while budget and not plan.preempted and (sequence := self._first_waiting()):
+            if not self._has_seat(sequence, share, budget, plan) or not self._admit(sequence):
+                break
             plan.admitted.append(sequence)
             drafts += sequence.num_draft_tokens
             budget -= self._give(sequence, budget, plan)
@@ -193,6 +198,10 @@ class Scheduler:
         self.pool.drop(sequence.host_blocks)
         sequence.blocks, sequence.host_blocks = [], []
 
+    def _has_seat(self, sequence: Sequence, share: int, budget: int, plan: Plan) -> bool:
+        """Whether this step may compute some of its prompt: all of it only in the place of one of `share` sequences."""
+        return len(plan.batch) < share or sequence.num_uncomputed > min(budget, self.chunk)
+
     def _give(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         """Plans the next tokens of a sequence that has blocks for all; returns how many."""
         size, computed = self.pool.block_size, sequence.num_computed
@@ -235,7 +244,7 @@ class Scheduler:
                 return True
             if missing + shared <= self.pool.available:
                 break
-            later = self.running[self.running.index(sequence) + 1 :]
+            later = [each for each in self.running[self.running.index(sequence) + 1 :] if each.num_uncomputed]
             if not later:
                 return False  # it keeps its place and its blocks, and waits for a step
             victim = max(later, key=lambda s: (self._victim_key(s), s.rank))

@@ -20,6 +20,7 @@ VARIANTS = {
     "window": replace(CONFIG, sliding_window=5),
     "experts": replace(CONFIG, moe=MoEConfig(4, 2)),
     "quantized": CONFIG,
+    "deep": replace(CONFIG, num_layers=5, full_attention_layers=(4,), sliding_window=6),
 }
 TIGHT = {"block_size": 4, "num_blocks": 20, "token_budget": 32, "max_num_seqs": 8, "reserve": 0}
 CASES = {  # name -> (variant of the model, options of the engine)
@@ -37,6 +38,8 @@ CASES = {  # name -> (variant of the model, options of the engine)
     "window": ("window", TIGHT),
     "experts": ("experts", TIGHT),
 }
+OF_STAGES = [name for name, (_, options) in CASES.items() if not options.keys() & {"async_scheduling", "graphs"}]
+CASES |= {"deep": ("deep", TIGHT), "deep-drafts": ("deep", {**TIGHT, "proposer": "ngram", "preemption": "swap"})}
 
 
 def model_of(variant):
@@ -117,12 +120,12 @@ def drive(llm, requests, seed, cancels=0.0):
     return found, sum(output.preemptions for output in outputs.values())
 
 
-def mixed(group, names, count, seed):
+def mixed(group, names, count, seed, pp=1):
     """For each case: the answers to mixed requests, and how often one was preempted."""
     found = {}
     for name in names:
         variant, options = CASES[name]
-        requests = requests_of(seed, count)
+        requests, options = requests_of(seed, count), {"pp": pp, **options}
         found[name] = over_ranks(group, model_of(variant), lambda llm, r=requests: drive(llm, r, seed), **options)
     return found
 

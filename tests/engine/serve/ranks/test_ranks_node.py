@@ -41,6 +41,15 @@ def decoding(group, requests, options):
 
 
 @pytest.mark.full
+def test_of_two_stages_the_first_waits_for_no_device_and_the_last_once_a_step():
+    requests = [each for each in requests_of(6, 9) if not each[1].first_tokens]
+    (answers, of_steps, _), (_, _, of_last) = launch(on_node(decoding), 2, requests, {"pp": 2}, device=None)
+    assert answers == alone(model_of("plain"), requests)
+    assert not sum(of_steps, Counter()), of_steps
+    assert of_last.total() <= len(of_steps), of_last
+
+
+@pytest.mark.full
 def test_only_rank_0_waits_for_its_device_and_once_a_step():
     requests = [each for each in requests_of(6, 9) if not each[1].first_tokens]
     options = {"async_scheduling": True}

@@ -1,0 +1,60 @@
+"""The proof over stages: as many steps under way as there are stages, and tokens are those of one process."""
+
+import pytest
+
+from minillm.comm import launch
+from tests.engine.comm.nccl_like import on_nccl_like
+from tests.engine.serve.ranks.programs import OF_STAGES, TIGHT, alone, mixed, model_of, random_sequences, requests_of
+from tests.engine.serve.ranks.test_ranks_proof import COUNT, PATIENCE_S, SEED, check, hold_to
+
+FEW = ("chunks", "swapped", "drafts", "quantized")
+DEEP = ("deep", "deep-drafts")  # five layers on three stages, of which the last alone sees everything
+
+
+@pytest.mark.parametrize(("ranks", "pp", "names"), [(2, 2, FEW), (3, 3, DEEP[:1]), (4, 2, ("recomputed",))])
+def test_tokens_are_those_of_one_process(ranks, pp, names):
+    found, *others = launch(mixed, ranks, names, COUNT, SEED, pp, timeout=PATIENCE_S)
+    check(found)
+    assert others == [dict.fromkeys(names)] * (ranks - 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "pp", "names"), [(2, 2, OF_STAGES), (4, 2, OF_STAGES), (3, 3, DEEP), (4, 4, DEEP)])
+def test_tokens_of_every_case_are_those_of_one_process(ranks, pp, names):
+    check(launch(mixed, ranks, tuple(names), COUNT, SEED, pp, timeout=PATIENCE_S)[0])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "pp", "names"), [(2, 2, OF_STAGES), (4, 2, FEW), (3, 3, DEEP)])
+def test_tokens_by_the_rules_of_nccl(ranks, pp, names):
+    check(launch(on_nccl_like(mixed), ranks, tuple(names), COUNT, SEED, pp, timeout=PATIENCE_S)[0])
+
+
+def test_a_few_tokens_by_the_rules_of_nccl():
+    check(launch(on_nccl_like(mixed), 2, ("swapped",), COUNT, SEED, 2, timeout=PATIENCE_S)[0])
+
+
+LAYOUTS = [
+    (2, {**TIGHT, "pp": 2}),
+    (2, {**TIGHT, "pp": 2, "preemption": "swap", "chunk": 5}),
+    (4, {**TIGHT, "pp": 2, "proposer": "ngram", "k": 3}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "options"), LAYOUTS[:2])
+def test_random_arrivals_and_cancellations(ranks, options):
+    requests = requests_of(9, 7, 10)
+    hold_to(
+        launch(random_sequences, ranks, range(8), options, requests, timeout=PATIENCE_S)[0],
+        alone(model_of("plain"), requests),
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "options"), LAYOUTS)
+def test_200_random_arrivals_and_cancellations(ranks, options):
+    requests = requests_of(10, 6, 9)
+    hold_to(
+        launch(random_sequences, ranks, range(200), options, requests, timeout=PATIENCE_S)[0],
+        alone(model_of("plain"), requests),
+    )
