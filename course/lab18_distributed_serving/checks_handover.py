@@ -114,7 +114,7 @@ def _play(learner: type, num_blocks: int, requests: int) -> tuple[int, int]:
                 whole += 1
             if bool(done) != complete:
                 raise CheckFailed(
-                    f"{told} arrived{'' if wanted else ', which is no longer waited for'}: your answer is {done!r:.20}, "
+                    f"{told} arrived{'' if wanted else ', which is no longer waited for'}: you answer {done!r:.20}, "
                     f"and the request {'is' if complete else 'is not'} whole with it",
                     evidence=(told, done),
                 )

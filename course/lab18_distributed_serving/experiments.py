@@ -36,48 +36,68 @@ ENGINE = {"num_blocks": 16, "block_size": 16, "prefix_cache": False}
 
 @dataclass(frozen=True)
 class Served:
-    """A prompt answered by the target on two ranks. ids: greedy, beside a plain loop's; parameters that rank 0 holds;
-    per decode step: all-reduces, bytes that rank 0 sent in collectives and in messages; shape: of the target."""
+    """A prompt answered by the target on two ranks. ids: greedy; parameters that rank 0 holds; per decode step:
+    all-reduces, and bytes that rank 0 sent in collectives, to the next stage, and in messages that tell the step."""
 
     ids: list[int]
-    alone: list[int]
     parameters: int
     all_reduces: float
-    sent: float
+    collectives: float
+    hidden: float
     told: float
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """alone: tokens of a plain loop; shape: of the target; flight: most steps of `pp` under way, with four answers."""
+
+    alone: list[int]
     shape: ModelConfig
+    tp: Served
+    pp: Served
+    flight: int
 
 
-def answer(llm: LLM, tokens: int) -> list[int]:
-    return llm.generate([PROMPT], SamplingParams(max_tokens=tokens))[0].answers[0].ids
+def answer(llm: LLM, tokens: int, answers: int = 1) -> list[int]:
+    return llm.generate([PROMPT], SamplingParams(max_tokens=tokens, n=answers))[0].answers[0].ids
 
 
-def _serve(group: Group) -> tuple[int, Ledger | None, Ledger | None, list[int] | None]:
-    """Parameters of this rank; on rank 0 the ledgers of one token and of 1 + TOKENS, and the tokens."""
-    held: list[int] = []
-
-    def use(llm: LLM) -> tuple[Ledger, Ledger, list[int]]:
-        held.append(sum(each.numel() for each in llm.model.parameters()))
+def _serve(group: Group) -> tuple[Served, Served, int] | None:
+    def use(llm: LLM) -> tuple[Served, int]:
         with measure.ledger() as first:
             answer(llm, 1)
-        with measure.ledger() as all_:
+        with measure.ledger() as whole:
             ids = answer(llm, 1 + TOKENS)
-        return first, all_, ids
+        for number in range(4):
+            llm.add(PROMPT[: 8 + number], SamplingParams(max_tokens=4))
+        while llm.unfinished:
+            llm.step()
+        held = sum(each.numel() for each in llm.model.parameters())
+        return _per_step(first, whole, ids, held), max(record.in_flight for record in llm.records)
 
-    found = over_ranks(group, folder_of("target"), use, dtype=torch.float32, **ENGINE)
-    return (held[0], *found) if found else (0, None, None, None)
+    options = ENGINE | {"dtype": torch.float32}
+    tp = over_ranks(group, folder_of("target"), use, **options)
+    pp = over_ranks(group, folder_of("target"), use, pp=2, **options)
+    return (tp[0], *pp) if group.rank == 0 else None
+
+
+def _per_step(first: Ledger, whole: Ledger, ids: list[int], held: int) -> Served:
+    def more(count: Callable[[Ledger], int]) -> float:
+        return (count(whole) - count(first)) / TOKENS
+
+    reduces = more(lambda led: len(led.select("all_reduce")))
+    collectives = more(lambda led: led.bytes("all_reduce") + led.bytes("all_gather"))
+    hidden = more(lambda led: led.bytes(group="pp"))
+    return Served(ids, held, reduces, collectives, hidden, more(Ledger.bytes) - collectives - hidden)
 
 
 @one_thread()
-def two_ranks() -> Served:
+def two_ranks() -> TwoRanks:
+    """The committed target as two tensor-parallel ranks, and as two stages."""
     model = load_hf(folder_of("target"), dtype=torch.float32)
-    alone = generate(model, PROMPT, max_new_tokens=1 + TOKENS, temperature=0.0)
-    held, first, all_, ids = launch(_serve, 2, device="cpu")[0]
-
-    reduces = (len(all_.select("all_reduce")) - len(first.select("all_reduce"))) / TOKENS
-    collectives = sum(all_.bytes(op) - first.bytes(op) for op in ("all_reduce", "all_gather")) / TOKENS
-    told = (all_.bytes() - first.bytes()) / TOKENS - collectives
-    return Served(ids, list(alone)[-1 - TOKENS :], held, reduces, collectives, told, model.config)
+    alone = list(generate(model, PROMPT, max_new_tokens=1 + TOKENS, temperature=0.0))[-1 - TOKENS :]
+    tp, pp, flight = launch(_serve, 2, device="cpu")[0]
+    return TwoRanks(alone, model.config, tp, pp, flight)
 
 
 # Over links: a layer's weights take LAYER_S to read, on two ranks half of it, and that is slept.

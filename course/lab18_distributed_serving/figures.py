@@ -62,7 +62,7 @@ def split_or_together(ttft_ms: float = 1000.0, tpot_ms: float = 40.0) -> Figure:
     log_ticks(axes.yaxis)
     axes.legend(loc="upper right")
     headline(axes, "Apart, the cards sustain more requests within both limits, until prompts fill them",
-             f"Llama 3 70B, 16 H100: prefill + decode; TTFT {ttft_ms:.0f} ms, TPOT {tpot_ms:.0f} ms; formula")  # fmt: skip
+             f"Llama 3 70B, 16 H100: prefill + decode; TTFT {ttft_ms:.0f}, TPOT {tpot_ms:.0f} ms; formula")  # fmt: skip
     return figure
 
 

@@ -166,6 +166,12 @@ next_batch = check("next-batch", next_batch)
 receipts.stages(next_batch)
 
 # %% [markdown]
+# The engine takes `pp=2` as well. The same prompt in two stages sends a fraction of the bytes:
+
+# %%
+receipts.engine_of_stages(served)
+
+# %% [markdown]
 # ## 3 · Where a second rank is slower
 #
 # The same engine over emulated links. One step of the target sends 2 L + 1 all-reduces of two rounds each; add the message

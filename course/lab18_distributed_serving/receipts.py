@@ -7,7 +7,7 @@ from course.kit.answers import answers_of
 from course.kit.receipts import Receipt, Row, formula, receipt, row, titled
 from course.lab18_distributed_serving import experiments, formulas
 from course.lab18_distributed_serving import experiments_breaks as breaks
-from course.lab18_distributed_serving.experiments import Handed, Linked, Played, Served
+from course.lab18_distributed_serving.experiments import Handed, Linked, Played, TwoRanks
 from course.lab18_distributed_serving.pipeline import Trace, play
 from course.shared.table import Table, table
 from minillm.predict.planner.architectures import architecture
@@ -21,18 +21,31 @@ ANSWERS = answers_of("18_distributed_serving")
 
 
 @titled("the target on 2 ranks: a decode step of one greedy sequence", open_rows=5)
-def decode_step(found: Served | None = None, guess_reduces: float | None = None) -> Iterator[Row]:
-    """What a rank holds and a step sends, by formula and by the ledger; tokens beside a plain loop's."""
+def decode_step(found: TwoRanks | None = None, guess_reduces: float | None = None) -> Iterator[Row]:
+    """P98: what a rank holds and a step sends under tensor parallelism, by formula and by the ledger."""
     found = found or experiments.two_ranks()
-    shape = found.shape
+    shape, tp = found.shape, found.tp
     calls = ranks.step_calls(shape, 2, 1, likeliest=1)
-    yield row("tokens of a plain loop in one process", True, found.ids == found.alone)
-    yield row("parameters on rank 0: matrices / 2, norms whole", ranks.weight_bytes(shape, 2, 1), found.parameters)
-    yield row("all-reduces: 2 a layer and the embedding's", 2 * shape.num_layers + 1, found.all_reduces)
-    yield row("bytes that rank 0 sends in collectives", ranks.sent_bytes(calls, 2), found.sent, "B")
-    yield row("bytes of the message that tells the step",
-              ranks.message_bytes(ranks.step_numbers(1, 1, 1)), found.told, "B")  # fmt: skip
+    yield row("tokens of a plain loop in one process", True, tp.ids == found.alone)
+    yield row("parameters on rank 0: matrices / 2, norms whole", ranks.weight_bytes(shape, 2, 1), tp.parameters)
+    yield row("all-reduces: 2 a layer and the embedding's", 2 * shape.num_layers + 1, tp.all_reduces)
+    yield row("bytes that rank 0 sends in collectives", ranks.sent_bytes(calls, 2), tp.collectives, "B")
+    yield row("bytes of the message that tells the step", _message(), tp.told, "B")
     yield formula("Llama 3 70B: all-reduces a token, in its layers", 2 * 80, guess=guess_reduces)
+
+
+def _message() -> int:
+    return ranks.message_bytes(ranks.step_numbers(1, 1, 1))
+
+
+@titled("the target in 2 stages", open_rows=3)
+def engine_of_stages(found: TwoRanks | None = None) -> Iterator[Row]:
+    """What a decode step sends under pipeline parallelism."""
+    found = found or experiments.two_ranks()
+    yield row("tokens of a plain loop in one process", True, found.pp.ids == found.alone)
+    yield row("bytes to the next stage: h numbers", ranks.hidden_bytes(found.shape, 1), found.pp.hidden, "B")
+    yield row("four answers: steps under way", 2, found.flight)
+    yield row("collectives", 0, found.pp.all_reduces)
 
 
 # Stages.
@@ -193,4 +206,4 @@ def verdicts() -> Receipt:
     )
 
 
-CLAIMS = (decode_step, stages, over_links, bytes_handed, hidden, prompts_interfere, splits, verdicts)
+CLAIMS = (decode_step, engine_of_stages, stages, over_links, bytes_handed, hidden, prompts_interfere, splits, verdicts)
