@@ -171,7 +171,16 @@ def slower_from(world_size: int = 2) -> float:
     return READ_S * (1 - 1 / world_size) / rounds
 
 
-# A hand-over on a clock.
+# A hand-over: its bytes, and its time on a clock.
+
+
+def slots_of_a_prompt() -> tuple[ModelConfig, int, int]:
+    """(shape of the target, tokens of a prompt, bytes of their slots in an engine's pool), in float32."""
+    model = load_hf(folder_of("target"), dtype=torch.float32)
+    llm = LLM(model, **ENGINE)
+    slot = llm.cache.pool[:, :, 0, 0]  # keys and values of every layer, one token of one block
+    return model.config, len(PROMPT), len(PROMPT) * slot.nbytes
+
 
 LAYERS, LAYER_S = 8, 0.02
 NUMBERS = 100_000

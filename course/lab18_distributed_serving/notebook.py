@@ -23,10 +23,11 @@
 # > **Common claims**
 # >
 # > - *"Disaggregated prefill DOES NOT improve throughput"*
-# >   ([vLLM's documentation](https://docs.vllm.ai/en/v0.8.5/features/disagg_prefill.html), 0.8.5). It moves a limit:
-# >   section 5 counts requests per second within limits, where it wins and where it loses.
-# > - *"DistServe can serve 7.4x more requests"* ([Zhong et al. 2024](https://arxiv.org/abs/2401.09670), abstract). Within
-# >   their limits for both latencies, and beside systems that did not cut prompts into chunks.
+# >   ([vLLM 0.9.0](https://docs.vllm.ai/en/v0.9.0/features/disagg_prefill.html)). Without limits on latency. Within them
+# >   it often does, by larger decode batches, and for long prompts it does the opposite: section 5 counts both.
+# > - *"DistServe can serve 7.4x more requests or 12.6x tighter SLO"*
+# >   ([Zhong et al. 2024](https://arxiv.org/abs/2401.09670), abstract). At most, and within limits on both latencies. For
+# >   your lengths, limits and links it is another number, which *Where it loses* computes.
 
 # %%
 import torch
@@ -354,9 +355,10 @@ choose_split = check("choose-split", choose_split)
 receipts.splits(guess_prefill)
 
 # %% [markdown]
-# Together, no card waits for the other kind of work, and a mean TPOT hides what a prompt does to it. Within a limit on the
-# mean the two are close. The *longest gap* is where they part. If your limit is one of the gap, as for speech, split or use
-# small chunks; if it is of cost, stay together.
+# Apart, one replica decodes everybody's tokens in one large batch and reads its weights once, where each of several
+# replicas reads its own. Together, no card waits for the other kind of work, and weights are held by fewer cards. A mean
+# TPOT hides what a prompt does to it: the *longest gap* shows it. If that is your limit, as for speech, split, or use small
+# chunks.
 #
 # ## Break it
 #
@@ -446,13 +448,14 @@ receipts.where_the_split_loses()
 #
 # | what | here | elsewhere |
 # |---|---|---|
-# | tensor parallelism | `serve --tp 2` | vLLM 0.8.5 `--tensor-parallel-size 2`, SGLang `--tp 2` |
-# | prefill and decode apart | `minillm.predict.planner.pools`, this lab | vLLM 0.8.5 `--kv-transfer-config '{"kv_connector": "PyNcclConnector", "kv_role": "kv_producer", ...}'`; SGLang `--disaggregation-mode prefill` |
-# | who carries keys | `Group`, point to point | [NIXL](https://github.com/ai-dynamo/nixl) (Dynamo), [Mooncake's transfer engine](https://github.com/kvcache-ai/Mooncake) |
-# | which cards | `plan --serve --rate R` | [Dynamo's planner](https://github.com/ai-dynamo/dynamo), Mooncake's conductor |
+# | tensor parallelism | `serve --tp 2` | vLLM `--tensor-parallel-size 2`, SGLang `--tp-size 2` |
+# | stages | `serve --pp 2` | vLLM `--pipeline-parallel-size 2` |
+# | prefill and decode apart | exercises 4 and 5 | vLLM: two instances and a KV connector, [experimental in 0.9.0](https://docs.vllm.ai/en/v0.9.0/features/disagg_prefill.html); SGLang `--disaggregation-mode prefill`, and `decode` |
+# | who carries keys | `Group`, point to point | [NIXL](https://github.com/ai-dynamo/nixl), [Mooncake's transfer engine](https://github.com/kvcache-ai/Mooncake); [SGLang has both](https://docs.sglang.io/docs/advanced_features/pd_disaggregation) |
+# | who allocates first | the side that decodes | the same: [Dynamo 0.7.1](https://docs.nvidia.com/dynamo/v-0-7-1/design-docs/architecture-flow) allocates blocks on the decode worker, then queues the prefill with their ids |
+# | which cards | `plan --serve --rate R` | profiled beforehand, as DistServe's placement is |
 #
-# Sources: [vLLM 0.8.5](https://docs.vllm.ai/en/v0.8.5/features/disagg_prefill.html) (experimental there),
-# [SGLang](https://docs.sglang.ai/), Mooncake ([Qin et al. 2024](https://arxiv.org/abs/2407.00079)), 2026.
+# Pages as of 2026. Mooncake is described by [Qin et al. 2024](https://arxiv.org/abs/2407.00079).
 #
 # ## On a cluster
 #
@@ -527,8 +530,8 @@ design.two_nodes()
 # <details><summary>D1: a worked answer</summary>
 #
 # Weights are 812 GB, more than the 640 GB of a node, so both are needed, and 51 GB of each card are weights. tp 16 adds up
-# over the network at every half layer; tp 8 in each node and pp 2 crosses it once a token. Its TPOT is the sum of both
-# stages. With weights in 8 bits the model fits into *one* node with tp 8: then two nodes are two replicas, or one that
+# over the network twice a layer, here by a ring; a tree needs fewer rounds and still 252 sums in turn. tp 8 in each node
+# and pp 2 crosses it once a token. Its TPOT is the sum of both stages. With weights in 8 bits the model fits into *one* node with tp 8: then two nodes are two replicas, or one that
 # prefills and one that decodes, and the question of the network is a question of hand-overs.
 # </details>
 #

@@ -102,7 +102,9 @@ def bytes_handed(guess_megabytes: float | None = None) -> Iterator[Row]:
         yield formula(f"Llama 3 {model}: MB handed over", handed / 1e6, guess=guess)
     pairs = handover.routes(8, 4, 8)
     yield formula("    tp 4 prefills, tp 8 decodes: messages a layer", len(pairs))
-    yield formula("    and a sender's bytes of it, MB", 655.36 / 4)
+    shape, tokens, held = experiments.slots_of_a_prompt()
+    predicted = handover.handed_bytes(shape, tokens, itemsize=4)
+    yield row(f"the target: slots of {tokens} tokens in an engine's pool", predicted, held, "B")
 
 
 def hidden(found: list[Handed] | None = None, guess_hidden: float | None = None) -> Receipt:
