@@ -113,8 +113,8 @@ class Linked:
     predicted: float
 
 
-DECODED, DEPTH, READ_S = 4, 4, 0.02  # tokens; layers; seconds to read a layer's weights
-LATENCIES = (0.0, 0.5e-3, 2e-3, 8e-3)
+DECODED, DEPTH, READ_S = 2, 4, 0.05  # tokens; layers; seconds to read a layer's weights
+LATENCIES = (0.0, 1e-3, 5e-3, 20e-3)
 BANDWIDTH = 1e9
 
 
@@ -130,7 +130,7 @@ def _decode(group: Group, decode_layer: Callable, token: Token, split: bool) -> 
             time.sleep(READ_S / me.world_size)
             decode_layer(x, keys, values, part, me)
 
-    return min(timed(group, decode)[0] for _ in range(2)) / DECODED
+    return min(timed(group, decode)[0] for _ in range(3)) / DECODED
 
 
 def over_links(decode_layer: Callable | None = None) -> list[Linked]:

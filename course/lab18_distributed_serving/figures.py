@@ -55,7 +55,9 @@ def split_or_together(ttft_ms: float = 1000.0, tpot_ms: float = 40.0) -> Figure:
             plan = plans[True]
             cards = plan.prefill * plan.prefill_tp * plan.prefill_pp
             label = f"{cards} + {plan.cards - cards}"
-            axes.annotate(label, (place, plan.rate), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9)
+            above = False not in plans or plan.rate > plans[False].rate
+            offset = (0, 8 if above else -16)
+            axes.annotate(label, (place, plan.rate), xytext=offset, textcoords="offset points", ha="center", fontsize=9)
     axes.set(xticks=range(len(found)), xticklabels=[f"{tokens:,}" for tokens in found], yscale="log")
     axes.set(xlabel="tokens of a prompt; answers of 250", ylabel="requests per second")
     axes.margins(x=0.06, y=0.15)

@@ -86,7 +86,7 @@ def over_links(found: list[Linked] | None = None, guess_slower: float | None = N
     rows.append(
         row("two replicas: tokens per second", 2 / replicas.predicted, 2 / replicas.measured, "", 0.25, noisy=True)
     )
-    rows.append(row("two ranks of one, 2 ms: the same", 1 / split.predicted, 1 / split.measured, "", 0.25, noisy=True))
+    rows.append(row("two ranks of one, 5 ms: the same", 1 / split.predicted, 1 / split.measured, "", 0.25, noisy=True))
     return receipt("a token over emulated links", rows, open_rows=8)
 
 
