@@ -100,11 +100,12 @@ def check_load(learner: Callable) -> Receipt:
     cases = [(4, 8), (4, 2), (1, 2), (3, 3), (8, random.choice((1, 2, 4)))]
     for world_size, kv_heads in cases:
         file, cuts = WeightsFile.draw(world_size, kv_heads)
-        name = f"{world_size} ranks, {kv_heads} kv heads"
+        name, parts = f"{world_size} ranks, {kv_heads} kv heads", []
         for rank in range(world_size):
             file.bytes_read = 0
             found = learner(file, cuts, kv_heads, rank, world_size)
             _judge_load(f"{name}, rank {rank}", file, cuts, kv_heads, rank, world_size, found)
+            parts.append(found)
             wanted = file.held_bytes(cuts, kv_heads, rank, world_size)
             if file.bytes_read != wanted:
                 raise CheckFailed(
@@ -112,8 +113,9 @@ def check_load(learner: Callable) -> Receipt:
                     f"this rank's own are {wanted:,} B: cut what you ask the file for, not what you got",
                     rows,
                 )
-            if rank == world_size - 1:
-                rows.append(row(f"{name}: bytes that the last rank read", wanted, file.bytes_read, "B"))
+        for rank, part in enumerate(parts):
+            _judge_load(f"{name}, rank {rank}, after other ranks' calls", file, cuts, kv_heads, rank, world_size, part)
+        rows.append(row(f"{name}: bytes that the last rank read", wanted, file.bytes_read, "B"))
     return receipt("weights of a rank", rows)
 
 
@@ -170,6 +172,7 @@ def _corners() -> list[tuple[list[str], list[list[str]], int, str]]:
         (["e", "f", "g", "h", "a", "b", "c", "d"], [["a", "b", "c", "d"]], 2, ""),
         (names[:5], [names[:2], names[2:4]], 2, "as many batches as stages are in flight: one more would wait"),
         (names[:3], [names[:1]], 4, ""),
+        (names, [[each] for each in names[:6]], 6, "as many batches as stages are in flight: one more would wait"),
         ([], [], 3, "there is nothing to run"),
         (names[:2], [names[:1], names[1:2]], 4, "every sequence is in flight: its next token is not known"),
     ]
@@ -178,8 +181,9 @@ def _corners() -> list[tuple[list[str], list[list[str]], int, str]]:
 def _judge_batch(learner: Callable, running: list, in_flight: list, stages: int, why: str) -> list[str]:
     batch = learner(list(running), [list(each) for each in in_flight], stages)
     state = f"{stages} stages, running {running}, in flight {in_flight}"
-    if not isinstance(batch, list):
+    if not isinstance(batch, list | tuple):
         raise CheckFailed(f"returned {batch!r:.60}; the exercise asks for a list of sequences")
+    batch = list(batch)
     busy = {name for each in in_flight for name in each}
     if caught := [name for name in batch if name in busy]:
         raise CheckFailed(

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
@@ -23,9 +24,12 @@ from course.lab18_distributed_serving import experiments_breaks as breaks
 def check_verdict(learner: Callable) -> Receipt:
     rows = []
     for world_size in (2, 4, random.choice((3, 8))):
-        for bug in (*breaks.VERDICTS, breaks.RIGHT, breaks.PHASES):
+        for bug in (*breaks.VERDICTS, breaks.RIGHT, breaks.PHASES, breaks.FREED):
             seen = breaks.run(bug, world_size)
+            before = deepcopy(seen)
             said = learner(seen)
+            if seen != before:
+                raise CheckFailed("seen is another after your call: a log is read, so count in something of your own")
             if said not in breaks.VERDICTS:
                 told = ", ".join(map(repr, breaks.VERDICTS))
                 raise CheckFailed(f"your verdict is {said!r:.60}: it must be one of {told}")

@@ -70,7 +70,11 @@ def _a_late_message(learner: type) -> None:
 
 def _play(learner: type, num_blocks: int, requests: int) -> tuple[int, int]:
     """Drawn calls beside a model of what they should do -> requests that arrived whole, late messages."""
-    side = learner(num_blocks)
+    side, beside = learner(num_blocks), learner(num_blocks + 1)
+    beside.allocate("r0", 1, 2)
+    beside.arrive("r0", 1, 0, "of another object")
+    if "of another object" in side.cache.values():
+        raise CheckFailed("what arrived in one DecodeSide is in the cache of another")
     sizes = {f"r{number}": random.randint(1, max(2, num_blocks // 2)) for number in range(requests)}
     attempt = dict.fromkeys(sizes, 0)
     held: dict[str, list[int]] = {}  # by request, allocated or whole
