@@ -57,7 +57,8 @@ class Token:
 
     @classmethod
     def draw(cls, world_size: int) -> "Token":
-        kv_heads, per_head, d = world_size * random.randint(1, 2), random.randint(2, 3), random.choice((2, 4))
+        kv_heads = {1: 4, 3: 3}.get(world_size, 2 * world_size)  # on a rank: four, one or two
+        per_head, d = random.randint(2, 3), random.choice((2, 3))
         h, f, tokens = random.randint(5, 9), world_size * random.randint(2, 4), random.randint(3, 9)
         q, kv = kv_heads * per_head * d, kv_heads * d
         shapes = ((q, h), (kv, h), (kv, h), (h, q), (f, h), (f, h), (h, f))
