@@ -129,6 +129,11 @@ def _play(learner: type, num_blocks: int, requests: int) -> tuple[int, int]:
             side.release(name)
             del held[name]
         _judge_state(side, num_blocks, held, content)
+    beside.give_up("r0")
+    if len(beside.free) != num_blocks + 1:
+        raise CheckFailed(
+            f"another DecodeSide gave its only request up: {len(beside.free)} of {num_blocks + 1} are free"
+        )
     for name in list(held):
         (side.give_up if name in missing else side.release)(name)
     if sorted(side.free) != list(range(num_blocks)):
