@@ -9,7 +9,7 @@
     loss.py         cross-entropy, and the head and the loss together without whole logits
 
 Then generate.py (tokens one after the other, with a cache) and draw.py (reproducible sampling); paged/ (keys and values
-in blocks); hf/ (loading and saving a folder).
+in blocks); hf/ (loading and saving a folder); parts.py (what parts of a model have alike).
 """
 
 from minillm.model.attention import AttentionFunction, dense, sdpa

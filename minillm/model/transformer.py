@@ -292,17 +292,6 @@ def check_tokens(tokens: Tensor, config: ModelConfig, positions: Tensor | None =
                 raise ValueError(f"{what} {low if low < 0 else high} is outside 0 .. {limit - 1} ({name} {limit}).")
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a Transformer, or of a pipeline's part of one."""
-    blocks = getattr(model, "blocks", ())
-    return list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
-
-
-def weight_of(model: nn.Module) -> Tensor:
-    """A parameter of a Transformer or of a part of one, whose device and dtype are the model's."""
-    return next(model.parameters())
-
-
 def embedding(config: ModelConfig, dtype: torch.dtype | None = None) -> nn.Embedding:
     sizes = config.vocab_size, config.hidden_size
     if config.embedding_scale == 1:

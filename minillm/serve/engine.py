@@ -18,7 +18,7 @@ from minillm.model import Transformer
 from minillm.model.hf.generation_config import GenerationDefaults
 from minillm.model.kernels import gpu_of
 from minillm.model.paged import Backend, default_backend
-from minillm.model.transformer import weight_of
+from minillm.model.parts import weight_of
 from minillm.quantize.kv import kv_format_named
 from minillm.serve.checks import check_engine
 from minillm.serve.load import engine_options

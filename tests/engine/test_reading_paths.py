@@ -37,9 +37,10 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
         "serve",
         "engine requests/params requests/request requests/table schedule/sequence schedule/scheduler schedule/blocks "
         "run/core run/step run/step_inputs run/model_runner sample/next_tokens sample/reference",
-        2000,
+        2010,
     ),
-    "an engine over ranks": ("serve/ranks", "engine message runner part", 400),
+    "an engine over ranks": ("serve/ranks", "engine message runner part", 490),
+    "an engine over stages": ("serve/ranks", "stage stage_runner reply ../run/pipelined", 360),
     "a rank's part of a folder": ("parallel/tensor_parallel", "plan load quantized", 400),
     "prefix cache": ("serve", "schedule/blocks schedule/sequence", 350),
     "quantized weights": ("quantize", "formats linear kernels in_place", 745),
@@ -49,7 +50,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "serving many adapters": ("adapters", "grouped routed store ../serve/run/adapters", 450),
     "a request over HTTP": ("api", "entry app protocol connection answers limits tenants", 1300),
     "a router": ("api/router", "policies health budget fleet forward app", 950),
-    "fair sharing": ("serve", "schedule/fair schedule/scheduler", 500),
+    "fair sharing": ("serve", "schedule/fair schedule/scheduler", 505),
     "sampler": ("serve", "sample/reference sample/batch sample/selection", 450),
 }
 

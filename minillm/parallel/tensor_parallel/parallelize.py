@@ -14,7 +14,7 @@ from minillm.comm import Group
 from minillm.model import ModelConfig
 from minillm.model.initialise import Draw, initial
 from minillm.model.moe import MoE
-from minillm.model.transformer import blocks_of
+from minillm.model.parts import blocks_of
 from minillm.parallel.tensor_parallel.experts import cut_experts
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, fused_column_linears
 from minillm.parallel.tensor_parallel.plan import check_heads, part_of, placement_of, whole_shapes

@@ -11,15 +11,16 @@ Reading order:
 2. `message.py`   a step as one row of numbers, and how it reaches the other ranks
 3. `runner.py`    a `Runner` whose steps are told, and whose logits are joined only where they are read whole
 4. `part.py`      a rank's part of a model as an engine takes it; what the ranks have to agree on beforehand
-With stages, each of consecutive layers and of ranks that share them:
-5. `stage.py`          a stage's layers, taken out of the whole model
-6. `stage_runner.py`   hidden states from stage to stage
-7. `reply.py`          tokens from the last stage to rank 0
-8. `../run/pipelined.py`  as many steps under way as there are stages
+With stages, which have some of the layers each and are shared by ranks in turn:
+5. `stage.py`              a stage's layers, taken out of the whole model
+6. `stage_runner.py`       hidden states from stage to stage
+7. `reply.py`              tokens from the last stage to rank 0
+8. `../run/pipelined.py`   as many steps under way as there are stages
 The layers are those that train (`minillm/parallel/tensor_parallel`, `pipeline_parallel`), and so is what cuts and loads
 them.
 
-Without stages every rank samples, each from the same bits: a row's logits are gathered, not computed twice, and its random number is
-among the step's inputs. So no token travels, and with asynchronous scheduling the next pass finds the tokens of the one
-before it on its own device. Only rank 0 reads them, and what it then tells overrides all else. With stages the last one samples.
+Every rank that has logits samples, each from the same bits: a row's logits are gathered, not computed twice, and its
+random number is among the step's inputs. So without stages no token travels, and with asynchronous scheduling the next
+pass finds the tokens of the one before it on its own device. Only rank 0 reads them, and what it then tells overrides
+all else. Of stages only the last has logits, and its first rank sends the tokens to rank 0.
 """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.model.paged.tables import to_device
-from minillm.model.transformer import weight_of
+from minillm.model.parts import weight_of
 from minillm.serve.ranks.message import BEAT, END, REPORT, Channel, from_numbers, to_numbers
 from minillm.serve.ranks.part import group_of, sharers_of
 from minillm.serve.run.model_runner import Runner, StepOutputs

@@ -8,6 +8,7 @@ from torch import Tensor
 from minillm.comm import Group, Mesh
 from minillm.model import Transformer
 from minillm.model.attention import AttentionFunction
+from minillm.model.parts import weight_of
 from minillm.parallel.pipeline_parallel.stages import ModelPart, balance, layer_costs
 
 
@@ -49,7 +50,7 @@ class Stage(ModelPart):
 
     def nothing(self, tokens: int) -> Tensor:
         """An input of so many tokens that stands for none, where only the work counts: [1, tokens(, hidden)]."""
-        weight = next(self.parameters())
+        weight = weight_of(self)
         if self.first:
             return torch.zeros(1, tokens, dtype=torch.int64, device=weight.device)
         return weight.new_zeros(1, tokens, self.config.hidden_size)

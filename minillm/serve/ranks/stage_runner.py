@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minillm.comm.operation import Work
 from minillm.model.paged import PagedAttention
-from minillm.model.transformer import weight_of
+from minillm.model.parts import weight_of
 from minillm.serve.ranks.reply import Replies
 from minillm.serve.ranks.runner import RankRunner
 from minillm.serve.run.model_runner import StepOutputs

@@ -8,7 +8,7 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.kernels import gpu_of
 from minillm.model.paged import Backend, PagedCache
 from minillm.model.paged.quantized import RowFormat
-from minillm.model.transformer import weight_of
+from minillm.model.parts import weight_of
 from minillm.serve.ranks.part import agreed, group_of, layers_of
 from minillm.serve.ranks.runner import RankRunner
 from minillm.serve.ranks.stage import Stage

@@ -14,7 +14,7 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.draw import Draw
 from minillm.model.kernels import gpu_of
 from minillm.model.paged.quantized import RowFormat
-from minillm.model.transformer import weight_of
+from minillm.model.parts import weight_of
 from minillm.predict.model import kv_bytes_per_token
 from minillm.serve.numbers import check_whole
 from minillm.serve.ranks.part import agreed, layers_of, ranks_here

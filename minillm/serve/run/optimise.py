@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from minillm.model import Transformer
 from minillm.model.attention import AttentionFunction, sdpa
 from minillm.model.compiler import check_compiler
-from minillm.model.transformer import Block, apply_linears, blocks_of
+from minillm.model.parts import blocks_of
+from minillm.model.transformer import Block, apply_linears
 
 
 @torch.no_grad()

@@ -49,15 +49,15 @@ class Pipelined(EngineCore):
             self._read(launched.popleft())
 
     def recover(self, error: str) -> None:
-        self.launched.clear()
-        self.runner.read_all()
+        self.launched.clear()  # the runner reads what it has of them before anything later
         super().recover(error)
 
     def _read(self, step: Step) -> None:
         try:
             self.runner.read(step.outputs)
             self.requests.end_cancelled()
-            self.next_tokens.end_faulty(step)
+            for row, failure in step.outputs.faults.items():
+                self.next_tokens.failed(step.ready[row][0], failure)
         except Exception as failure:
             step.raised(failure)
         self.finish(step)

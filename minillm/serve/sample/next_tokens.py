@@ -24,11 +24,8 @@ class NextTokens:
         self.scheduler.advance(step.plan)
         if step.forks:
             step.ready = [row for each in step.ready for row in self._with_forks(each)]
-        self.end_faulty(step)
-
-    def end_faulty(self, step: Step) -> None:
         for row, failure in step.outputs.faults.items():
-            self._failed(step.ready[row][0], failure)
+            self.failed(step.ready[row][0], failure)
 
     def finish(self, step: Step) -> int:
         """Adds the step's tokens to the answers; returns how many were added."""
@@ -38,7 +35,7 @@ class NextTokens:
             return self._give(step, [token and [token] for token in step.outputs.sampled.read()])
         tokens, faults = self.speculation.verify(step)
         for sample, failure in faults:
-            self._failed(sample, failure)
+            self.failed(sample, failure)
         return self._give(step, tokens)
 
     def _with_forks(self, ready: Ready) -> list[Ready]:
@@ -72,7 +69,7 @@ class NextTokens:
                 self.scheduler.take_back(sample, step.starts[place])
         return sampled
 
-    def _failed(self, sample: Sample, failure: Exception) -> None:
+    def failed(self, sample: Sample, failure: Exception) -> None:
         """Sampling raised for this sample, so its request ends."""
         what = f"sampling its token {len(sample.answer()) + 1}"
         self.requests.end(sample.request, "failed", f"{what} raised {type(failure).__name__}: {failure}")

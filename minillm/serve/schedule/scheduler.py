@@ -33,8 +33,7 @@ class Scheduler:
     token_budget: tokens of a step, at least max_num_seqs. chunk: of one sequence in a step; None = the budget.
     preemption: "recompute" drops the blocks of a victim, "swap" copies them to the host while there is room.
     reserve: free blocks to keep per running sequence at admission; more means fewer preemptions. adapters_fit: whether
-    these adapters can run at once. stages: steps that can be under way at once (`run/pipelined.py`); each takes its
-    share of the sequences. A sequence whose next token is under way has no uncomputed ones, and waits for it.
+    these adapters can run at once. stages: steps that share the sequences, see `run/pipelined.py`.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Scheduler:
         self.step += 1
         plan, prompts, drafts = Plan(), [], 0
         batch, size, references = plan.batch, self.pool.block_size, self.pool.references
-        share = -(-self.num_seqs // self.stages)
+        share = -(-self.num_seqs // self.stages)  # of the sequences that end in a token to sample
         for sequence in self.running.copy():
             computed = sequence.num_computed
             drafts += sequence.num_draft_tokens
@@ -127,11 +126,12 @@ class Scheduler:
                 self._give(sequence, self.token_budget, plan)
         budget = self.token_budget - len(batch)
         for sequence in prompts:
-            if sequence.state is RUNNING and self._has_seat(sequence, share, budget, plan):
+            if sequence.state is RUNNING and (len(batch) < share or sequence.num_uncomputed > min(budget, self.chunk)):
                 budget -= self._give(sequence, budget, plan)
         share = -(-min(self.num_seqs + self.num_waiting, self.max_num_seqs) // self.stages)
         while budget and not plan.preempted and (sequence := self._first_waiting()):
-            if not self._has_seat(sequence, share, budget, plan) or not self._admit(sequence):
+            is_full = len(batch) >= share and sequence.num_uncomputed <= min(budget, self.chunk)
+            if is_full or not self._admit(sequence):
                 break
             plan.admitted.append(sequence)
             drafts += sequence.num_draft_tokens
@@ -197,10 +197,6 @@ class Scheduler:
         self.pool.release(sequence.held_blocks)
         self.pool.drop(sequence.host_blocks)
         sequence.blocks, sequence.host_blocks = [], []
-
-    def _has_seat(self, sequence: Sequence, share: int, budget: int, plan: Plan) -> bool:
-        """Whether this step may compute some of its prompt: all of it only in the place of one of `share` sequences."""
-        return len(plan.batch) < share or sequence.num_uncomputed > min(budget, self.chunk)
 
     def _give(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         """Plans the next tokens of a sequence that has blocks for all; returns how many."""

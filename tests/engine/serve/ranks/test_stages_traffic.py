@@ -101,9 +101,9 @@ def of_stage(config, tp, rank, *, first, last, steps):
     return tuple(sums["all_reduce"]), tuple(sums["all_gather"])
 
 
-def under_way(group, prompts):
+def under_way(group, prompts, n=1):
     def use(llm):
-        llm.generate(prompts, GREEDY)
+        llm.generate(prompts, replace(GREEDY, n=n))
         return list(llm.records), llm.runner.waited()
 
     return over_ranks(group, model_of("plain"), use, pp=2, chunk=8)
@@ -117,6 +117,12 @@ def test_as_many_steps_are_under_way_as_there_are_stages():
     assert {record.tokens for record in decoding} == {4} and len(decoding) == 16
     one, another = ({name for name, _, _ in record.batch} for record in decoding[:2])
     assert not one & another
+
+
+def test_samples_of_one_prompt_are_shared_among_the_steps():
+    records, _ = launch(under_way, 2, [[1, 2, 3]], 4)[0]
+    assert [record.tokens for record in records] == [3, *[2] * 14]
+    assert [record.in_flight for record in records[2:]] == [2] * 13
 
 
 def test_pieces_of_one_prompt_follow_each_other():
