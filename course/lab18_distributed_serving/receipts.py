@@ -20,7 +20,7 @@ ANSWERS = answers_of("18_distributed_serving")
 # One engine on two ranks.
 
 
-@titled("the target on 2 ranks: a decode step of one greedy sequence", open_rows=5)
+@titled("the target on 2 ranks: a decode step of one greedy sequence", open_rows=4, show="Llama")
 def decode_step(found: TwoRanks | None = None, guess_reduces: float | None = None) -> Iterator[Row]:
     """P98: what a rank holds and a step sends under tensor parallelism, by formula and by the ledger."""
     found = found or experiments.two_ranks()
@@ -87,13 +87,13 @@ def over_links(found: list[Linked] | None = None, guess_slower: float | None = N
         row("two replicas: tokens per second", 2 / replicas.predicted, 2 / replicas.measured, "", 0.25, noisy=True)
     )
     rows.append(row("two ranks of one, 5 ms: the same", 1 / split.predicted, 1 / split.measured, "", 0.25, noisy=True))
-    return receipt("a token over emulated links", rows, open_rows=8)
+    return receipt("a token over emulated links", rows, open_rows=2, show="20 ms|slower|tokens per second|of one")
 
 
 # Hand-overs.
 
 
-@titled("a prompt of 2,000 tokens", open_rows=4)
+@titled("a prompt of 2,000 tokens", open_rows=2, show="the target")
 def bytes_handed(guess_megabytes: float | None = None) -> Iterator[Row]:
     """P97, by formula and in a cache."""
     for model in ("8B", "70B"):
@@ -116,7 +116,7 @@ def hidden(found: list[Handed] | None = None, guess_hidden: float | None = None)
     name = "layer by layer: hidden share of the transfer"
     rows.append(row(name, share, found[1].hidden, "", 0.15, guess=guess_hidden, noisy=True))
     rows.append(formula("    with Llama 3 70B's 80 layers", handover.hidden_share(80, 1.0, 0.5)))
-    return receipt("8 layers of 20 ms, a link that takes half as long", rows, open_rows=4)
+    return receipt("8 layers of 20 ms, a link that takes half as long", rows, open_rows=3)
 
 
 def interference(found: list[Played] | None = None) -> Table:
