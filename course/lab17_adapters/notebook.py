@@ -592,7 +592,7 @@ design.design_tenants()
 # 2. How do requests with different adapters share a batch and a cache?
 # 3. When is a low rank not enough, and when are merged models better than a shared base?
 #
-# Next: [19 · A serving fleet](19_serving_fleet.ipynb) puts several such servers behind one address, where queues decide.
+# Next: [18 · Distributed serving](18_distributed_serving.ipynb) serves a model on several ranks, and hands keys over.
 
 # %%
 finish("17_adapters")

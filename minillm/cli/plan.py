@@ -1,7 +1,7 @@
 """`python -m minillm plan`: the layouts that train or serve a model on a cluster, ranked by arithmetic.
 
 python -m minillm plan --model llama-3-70b --cluster h100 --gpus 64 --seq 8192 --batch 512
-python -m minillm plan --model llama-3-70b --cluster h100 --gpus 16 --serve --prompt 2000 --output 500 --tpot-ms 50
+python -m minillm plan --model llama-3-70b --gpus 16 --serve --prompt 2000 --output 500 --tpot-ms 50 --rate 5
 python -m minillm plan --this-machine --json planner.json
 python -m minillm plan --placement --json placement.json
 """
@@ -17,7 +17,7 @@ from typing import Annotated
 from typer import Option
 
 from minillm.measure.provenance import JsonFile, provenance, summary, write_json
-from minillm.predict.planner import architectures, clusters, published, published_memory, search, serving
+from minillm.predict.planner import architectures, clusters, pools, published, published_memory, search, serving
 from minillm.predict.planner.clusters import GIB
 from minillm.predict.planner.layout import show_flattened, show_mesh
 
@@ -51,6 +51,10 @@ def command(
     ttft_ms: Annotated[
         float | None, SERVING(help="Most milliseconds to the first token, with --serve.", show_default="any")
     ] = None,
+    rate: Annotated[
+        float | None,
+        SERVING(help="Requests per second, with --serve: divide the GPUs for it.", show_default="as many as possible"),
+    ] = None,
     mesh: Annotated[bool, OUTPUT("--show-mesh", help="Also say which ranks talk to which over which link.")] = False,
     check: Annotated[bool, INSTEAD("--published", help="Compare the planner with published runs instead.")] = False,
     here: Annotated[
@@ -69,7 +73,13 @@ def command(
             raise ValueError(f"--{option} {count} must be at least 1.")
     if top < 1:
         raise ValueError(f"--top {top}: show at least 1 layout.")
-    for option, most in {"network": network, "memory": memory, "tpot-ms": tpot_ms, "ttft-ms": ttft_ms}.items():
+    for option, most in {
+        "network": network,
+        "memory": memory,
+        "tpot-ms": tpot_ms,
+        "ttft-ms": ttft_ms,
+        "rate": rate,
+    }.items():
         if most is not None and most <= 0:
             raise ValueError(f"--{option} {most} must be above 0.")
     for option, instead in {"published": check, "this-machine": here, "placement": placement}.items():
@@ -87,7 +97,9 @@ def command(
     print(f"{shape.name}: {shape.parameters / 1e9:.1f} billion parameters, {shape.active_parameters / 1e9:.1f} active")
     print(f"{machine.gpus} x {machine.device.name} in {machine.nodes} node{'s' if machine.nodes > 1 else ''}\n")
     if serve:
-        rows = _serving(shape, machine, prompt, output, tpot_ms, ttft_ms, top)
+        limits = {"tpot": tpot_ms and tpot_ms / 1e3, "ttft": ttft_ms and ttft_ms / 1e3}
+        rows = _serving(shape, machine, prompt, output, limits, top)
+        rows += _divided(shape, machine, prompt, output, rate, limits, top)
     else:
         rows = _training(shape, machine, seq, batch, top, mesh)
     write_json(json_file, {"provenance": provenance(), "rows": rows})
@@ -149,16 +161,37 @@ def _training(shape, machine: clusters.Cluster, seq: int, batch: int, top: int, 
     ]
 
 
-def _serving(shape, machine: clusters.Cluster, prompt: int, output: int, tpot_ms, ttft_ms, top: int) -> list[dict]:
-    limits = {"tpot": tpot_ms and tpot_ms / 1e3, "ttft": ttft_ms and ttft_ms / 1e3}
+def _serving(shape, machine: clusters.Cluster, prompt: int, output: int, limits: dict, top: int) -> list[dict]:
     plans = serving.rank_serving(shape, machine, prompt, output, **limits, keep=top)
     print(f"prompts of {prompt:,}, answers of {output:,} tokens; most tokens/s first:\n")
-    print("tp  pp  replicas  sequences  weights GiB  cache GiB  TTFT ms  TPOT ms   tokens/s  per GPU")
+    print("tp  pp  replicas  sequences  weights GiB  cache GiB  TTFT ms  TPOT ms  wire KB/token   tokens/s  per GPU")
     for plan in plans:
         print(
             f"{plan.tp:>2}  {plan.pp:>2}  {plan.replicas:>8}  {plan.sequences:>9}  {plan.weights / GIB:>11.1f}  "
-            f"{plan.cache / GIB:>9.1f}  {plan.ttft * 1e3:>7.0f}  {plan.tpot * 1e3:>7.1f}  {plan.tokens_per_s:>9,.0f}  "
-            f"{plan.tokens_per_s_per_gpu:>7,.0f}"
+            f"{plan.cache / GIB:>9.1f}  {plan.ttft * 1e3:>7.0f}  {plan.tpot * 1e3:>7.1f}  {plan.wire / 1e3:>13,.0f}  "
+            f"{plan.tokens_per_s:>9,.0f}  {plan.tokens_per_s_per_gpu:>7,.0f}"
+        )
+    return [asdict(plan) for plan in plans]
+
+
+def _divided(shape, machine: clusters.Cluster, prompt: int, output: int, rate, limits: dict, top: int) -> list[dict]:
+    """Prefill and decode on GPUs of their own, beside all of them doing both."""
+    try:
+        plans = pools.rank_pools(shape, machine, prompt, output, rate=rate, **limits, keep=top)
+    except ValueError as error:
+        if rate is not None:
+            raise
+        print(f"\nprefill and decode on GPUs of their own: {error}")
+        return []
+    order = "most requests/s" if rate is None else f"shortest answers at {rate:g} requests/s"
+    print(f"\nprefill and decode on GPUs of their own, and together; {order} first:\n")
+    print("prefill         decode          GPUs  requests/s  TTFT ms  hand-over ms  TPOT ms  longest gap ms")
+    for plan in plans:
+        one = f"{plan.prefill} x tp {plan.prefill_tp} pp {plan.prefill_pp}" if plan.split else "together"
+        other = f"{plan.decode} x tp {plan.decode_tp} pp {plan.decode_pp}"
+        print(
+            f"{one:<14}  {other:<14}  {plan.cards:>4}  {plan.rate:>10.2f}  {plan.ttft * 1e3:>7.0f}  "
+            f"{plan.handover * 1e3:>12.1f}  {plan.tpot * 1e3:>7.1f}  {plan.gap * 1e3:>14.1f}"
         )
     return [asdict(plan) for plan in plans]
 

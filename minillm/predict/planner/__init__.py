@@ -7,6 +7,7 @@ Reading path:
 4. `step.py`     a step from its microbatches: compute, each axis's communication, bubble, optimizer
 5. `search.py`   all layouts of a model on a cluster, ranked, and why each runner-up loses
 6. `serving.py`  the same for serving: weights, KV cache, batch, time to first token and per output token
+7. `pools.py`    prefill and decode on GPUs of their own: how many for each, beside all of them doing both
 
 The same for the trainer in this repository, which can be held to what it does (`python -m minillm plan
 --this-machine`): `traffic.py` every operation of a step, to the byte; `trainer.py` its seconds on measured links, put

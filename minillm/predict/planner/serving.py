@@ -2,10 +2,13 @@
 
     weights      2 bytes per parameter / (tp · pp), routed experts / ep too
     KV cache     tokens of all running sequences · bytes per token / (tp · pp); a latent cache is not split by tp
-    decode step  the longer of reading weights and cache and of computing, plus 2 all-reduces per layer, pp messages
-                 and the kernels that are too small to last longer than their start: `SMALL_KERNELS` per layer
+    decode step  the longer of reading weights and cache and of computing, plus 2 all-reduces per layer, a message to
+                 the next stage and the kernels too small to last longer than their start: `SMALL_KERNELS` per layer
     TTFT         FLOPs of the prompt / rate, through all stages, without waiting for others
     TPOT         one decode step (times pp stages), and the prompts of other sequences that are computed in between
+    wire         of a token: 2 L all-reduces of h numbers over tp ranks, and h numbers over each of pp - 1 boundaries
+
+Prefill and decode on cards of their own: `pools.py`.
 
 A decode step reads every weight once, whatever the batch; so throughput grows with the batch until the cache or the
 arithmetic takes longer (Pope et al. 2022, "Efficiently Scaling Transformer Inference", https://arxiv.org/abs/2211.05102).
@@ -24,7 +27,8 @@ KERNEL_S = 2.5e-6  # the shortest time between two kernels of a CUDA graph
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """One replica of tp · pp GPUs, `replicas` of them. bytes per GPU, seconds, tokens/s of the whole cluster."""
+    """One replica of tp · pp GPUs, `replicas` of them. bytes per GPU, seconds, tokens/s of the whole cluster. wire:
+    bytes that the ranks of a replica together send for a decoded token."""
 
     tp: int
     pp: int
@@ -35,6 +39,7 @@ class ServingPlan:
     ttft: float
     tpot: float
     tokens_per_s: float
+    wire: float
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -62,7 +67,7 @@ def rank_serving(
         for pp in (1, 2, 4, 8, 16):
             if cluster.gpus % (tp * pp) or model.num_heads % tp or pp > model.num_layers:
                 continue
-            replica = _Replica(model, cluster, tp, pp, prompt, output)
+            replica = Replica(model, cluster, tp, pp, prompt, output)
             if replica.room <= 0:
                 continue
             fastest = replica.plan(1)
@@ -89,10 +94,10 @@ def rank_serving(
 def decode_seconds(model: Architecture, cluster: Cluster, tp: int, *, sequences: int = 1, context: int = 1000) -> float:
     """Seconds of one decode step of so many sequences with so many cached tokens each, tensor-parallel over tp ranks:
     what every plan of `rank_serving` counts. `Cluster.latency` says what a small all-reduce takes at least."""
-    return _Replica(model, cluster, tp, 1, context, 0).step(sequences)
+    return Replica(model, cluster, tp, 1, context, 0).step(sequences)
 
 
-class _Replica:
+class Replica:
     """tp · pp GPUs that hold the model once."""
 
     def __init__(self, model: Architecture, cluster: Cluster, tp: int, pp: int, prompt: int, output: int):
@@ -102,13 +107,15 @@ class _Replica:
         self.per_token = model.kv_bytes(ELEMENT) / pp / heads  # bytes on one rank
         self.room = cluster.usable - self.weights
         self.rate = cluster.device.matmul_rate(model.hidden_size / tp)
-        self.way = axis_path(cluster, Layout(tp=tp, pp=pp, dp=cluster.gpus // (tp * pp)), "tp")
+        layout = Layout(tp=tp, pp=pp, dp=cluster.gpus // (tp * pp))
+        self.way, self.between = axis_path(cluster, layout, "tp"), axis_path(cluster, layout, "pp")
 
     def plan(self, sequences: int) -> ServingPlan:
         replicas, running = self.cluster.gpus // (self.tp * self.pp), sequences * self.pp
         tpot, cache = self.tpot(sequences), running * self._tokens() * self.per_token
         speed = replicas * running / tpot
-        return ServingPlan(self.tp, self.pp, replicas, self.weights, cache, running, self.time_to_first(), tpot, speed)
+        ttft, wire = self.time_to_first(), self.token_bytes(sequences)
+        return ServingPlan(self.tp, self.pp, replicas, self.weights, cache, running, ttft, tpot, speed, wire)
 
     def tpot(self, sequences: int) -> float:
         """Seconds between two tokens of a sequence in the mean. While it writes its `output` tokens, every other
@@ -128,7 +135,7 @@ class _Replica:
         return low
 
     def step(self, sequences: int) -> float:
-        """Seconds one stage takes for one token of each of `sequences`."""
+        """Seconds one stage takes for one token of each of `sequences`, and to hand them to the next."""
         model, device = self.model, self.cluster.device
         touched = self.weights
         if model.experts:  # few tokens meet few experts
@@ -139,6 +146,7 @@ class _Replica:
         flops = 2 * model.active_parameters * sequences / (self.tp * self.pp)
         layers = model.num_layers / self.pp
         talk = layers * 2 * self._all_reduce(sequences * model.hidden_size * ELEMENT)
+        talk += self._boundary(sequences) if self.pp > 1 else 0.0
         return max(read / device.bandwidth, flops / self.rate) + talk + layers * SMALL_KERNELS * KERNEL_S
 
     def time_to_first(self) -> float:
@@ -148,16 +156,33 @@ class _Replica:
         attention = model.num_layers * model.attention_flops((self.prompt + 1) / 2) * self.prompt
         attention /= self.tp * device.flops * device.attention
         talk = model.num_layers * 2 * self._all_reduce(self.prompt * model.hidden_size * ELEMENT)
+        talk += (self.pp - 1) * self._boundary(self.prompt)
         return max(matmul + attention, self.weights * self.pp / device.bandwidth) + talk
 
+    def token_bytes(self, sequences: int) -> float:
+        """Bytes that all ranks send for one token of a step of so many sequences."""
+        model, t = self.model, self.tp
+        hidden = model.hidden_size * ELEMENT
+        copies = t * (t - 1) if self._at_once(sequences * hidden) else 2 * (t - 1)
+        return model.num_layers * 2 * copies * hidden + (self.pp - 1) * t * hidden
+
     def _all_reduce(self, num_bytes: float) -> float:
-        """Seconds: a ring, or, for small messages inside a node, one exchange in which every rank gets all others'
-        whole tensors at once, as the all-reduce kernels of serving engines do."""
-        way = self.way
-        if way.size == 1:
+        """Seconds."""
+        if self.tp == 1:
             return 0.0
-        at_once = way.message((way.size - 1) * num_bytes)
-        return way.all_reduce(num_bytes) if way.crosses else min(way.all_reduce(num_bytes), at_once)
+        if self._at_once(num_bytes):
+            return self.way.message((self.tp - 1) * num_bytes)
+        return self.way.all_reduce(num_bytes)
+
+    def _at_once(self, num_bytes: float) -> bool:
+        """Whether an all-reduce is one exchange, in which every rank gets all others' whole tensors, as in the kernels
+        that serving engines have for small messages inside a node, and no ring."""
+        way = self.way
+        return not way.crosses and way.message((way.size - 1) * num_bytes) < way.all_reduce(num_bytes)
+
+    def _boundary(self, tokens: int) -> float:
+        """Seconds in which every rank of a stage sends the hidden states to its peer in the next one."""
+        return self.between.message(tokens * self.model.hidden_size * ELEMENT)
 
     def _tokens(self) -> float:
         """Tokens that a running sequence has cached in the mean."""

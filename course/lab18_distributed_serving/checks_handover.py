@@ -1,0 +1,173 @@
+"""Lab 18, hand-overs: the side that decodes sets blocks aside first, and knows a message of an attempt that is over."""
+
+import random
+from typing import Any
+
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
+
+
+@exercise(
+    "hand-over",
+    minutes=25,
+    difficulty=3,
+    hints=(
+        "Two requests that each hold half of the blocks they need wait for each other for ever. And of a block that is "
+        "free, or another request's, a message that comes late knows nothing.",
+        "allocate: free what an older attempt holds; if count blocks are free, take all of them, else none. Keep for "
+        "each request its attempt, its blocks and the indices still missing. arrive: only for that very attempt, and "
+        "only for an index that is missing, write; True when none is missing any more.",
+    ),
+)
+def check_hand_over(learner: Any) -> Receipt:
+    if not isinstance(learner, type):
+        raise CheckFailed("the exercise asks for the class DecodeSide")
+    _both_want_three_of_four(learner)
+    _a_late_message(learner)
+    rows = []
+    for num_blocks, requests in ((6, 3), (9, 5), (random.randint(10, 20), 8)):
+        arrived, late = _play(learner, num_blocks, requests)
+        rows.append(row(f"{num_blocks} blocks: messages of older attempts that changed nothing", late, late))
+        rows.append(row("    requests that were handed over whole", arrived, arrived))
+        rows.append(row("    blocks free in the end", num_blocks, num_blocks))
+    return receipt("blocks of the side that decodes", rows)
+
+
+def _both_want_three_of_four(learner: type) -> None:
+    side = learner(4)
+    first, second = side.allocate("a", 1, 3), side.allocate("b", 1, 3)
+    if not isinstance(first, list) or len(set(first)) != 3:
+        raise CheckFailed(
+            f"4 blocks are free and a asks for 3: it got {first!r:.60}, not a list of three", evidence=first
+        )
+    if second is not None or len(side.free) != 1:
+        raise CheckFailed(
+            f"1 block is free and b asks for 3: it got {second!r:.60}, and {len(side.free)} are free then. It gets "
+            "nothing, None: blocks that wait for others are missing elsewhere, and two such requests wait for ever",
+            evidence=(second, len(side.free)),
+        )
+
+
+def _a_late_message(learner: type) -> None:
+    """a's first attempt is given up; its block goes to b, and then a's message comes."""
+    side = learner(1)
+    side.allocate("a", 1, 1)
+    side.give_up("a")
+    if len(side.free) != 1:
+        raise CheckFailed(f"a was given up, and {len(side.free)} of 1 blocks is free", evidence=len(side.free))
+    (block,) = side.allocate("b", 1, 1)
+    if side.arrive("b", 1, 0, "b's") is not True or side.cache.get(block) != "b's":
+        raise CheckFailed(f"b's only block arrived: the cache holds {side.cache!r:.60}, and b is whole")
+    answered = side.arrive("a", 1, 0, "a's")
+    if side.cache.get(block) != "b's":
+        raise CheckFailed(
+            "a was given up and its block is b's: then a's message came late, and b decodes on a's keys and values",
+            evidence=dict(side.cache),
+        )
+    if answered:
+        raise CheckFailed("a was given up, and a late message made it whole", evidence=answered)
+
+
+def _play(learner: type, num_blocks: int, requests: int) -> tuple[int, int]:
+    """Drawn calls beside a model of what they should do -> requests that arrived whole, late messages."""
+    side, beside = learner(num_blocks), learner(num_blocks + 1)
+    beside.allocate("r0", 1, 2)
+    beside.arrive("r0", 1, 0, "of another object")
+    if "of another object" in side.cache.values():
+        raise CheckFailed("what arrived in one DecodeSide is in the cache of another")
+    sizes = {f"r{number}": random.randint(1, max(2, num_blocks // 2)) for number in range(requests)}
+    attempt = dict.fromkeys(sizes, 0)
+    held: dict[str, list[int]] = {}  # by request, allocated or whole
+    missing: dict[str, set[int]] = {}
+    sent: list[tuple[str, int, int]] = []  # messages on their way, some of older attempts
+    content: dict[int, str] = {}
+    whole, late = 0, 0
+    for _ in range(60 * requests):
+        name = random.choice(list(sizes))
+        act = random.choices(("allocate", "arrive", "give up", "release"), (4, 10, 1, 2))[0]
+        if act == "allocate" and (name not in held or name in missing):
+            attempt[name] += 1
+            count = sizes[name]
+            free = num_blocks - sum(map(len, held.values())) + len(held.get(name, ()))
+            others = {block for other, blocks in held.items() if other != name for block in blocks}
+            blocks = side.allocate(name, attempt[name], count)
+            held.pop(name, None), missing.pop(name, None)
+            if count > free:
+                if blocks is not None:
+                    raise CheckFailed(
+                        f"{free} blocks are free and {name} asks for {count}: it got {blocks!r:.60}, not None",
+                        evidence=blocks,
+                    )
+            else:
+                _judge_blocks(name, attempt[name], blocks, count, others, num_blocks)
+                held[name], missing[name] = list(blocks), set(range(count))
+                sent += [(name, attempt[name], index) for index in random.sample(range(count), count)]
+                sent += [(name, attempt[name], 0)] * (random.random() < 0.3)  # a message that comes twice
+        elif act == "arrive" and sent:
+            name, number, index = sent.pop(random.randrange(len(sent)))
+            wanted = name in missing and number == attempt[name] and index in missing[name]
+            late += number != attempt[name]
+            told = f"{name}, attempt {number}, block {index}"
+            done = side.arrive(name, number, index, told)
+            if wanted:
+                missing[name].discard(index)
+                content[held[name][index]] = told
+            complete = wanted and not missing[name]
+            if complete:
+                del missing[name]
+                whole += 1
+            if bool(done) != complete:
+                raise CheckFailed(
+                    f"{told} arrived{'' if wanted else ', which is no longer waited for'}: you answer {done!r:.20}, "
+                    f"and the request {'is' if complete else 'is not'} whole with it",
+                    evidence=(told, done),
+                )
+        elif act == "give up" and name in missing:
+            side.give_up(name)
+            del held[name], missing[name]
+        elif act == "release" and name in held and name not in missing:
+            side.release(name)
+            del held[name]
+        _judge_state(side, num_blocks, held, content)
+    beside.give_up("r0")
+    if len(beside.free) != num_blocks + 1:
+        raise CheckFailed(
+            f"another DecodeSide gave its only request up: {len(beside.free)} of {num_blocks + 1} are free"
+        )
+    for name in list(held):
+        (side.give_up if name in missing else side.release)(name)
+    if sorted(side.free) != list(range(num_blocks)):
+        raise CheckFailed(
+            f"all requests are gone, and {len(set(side.free))} of {num_blocks} blocks are free",
+            evidence=sorted(side.free),
+        )
+    return whole, late
+
+
+def _judge_blocks(name: str, attempt: int, blocks: Any, count: int, others: set[int], num_blocks: int) -> None:
+    who = f"attempt {attempt} of {name} asks for {count} blocks, and as many are free"
+    if attempt > 1:
+        who += ", those of its older attempt among them"
+    if not isinstance(blocks, list) or len(set(blocks)) != count:
+        raise CheckFailed(f"{who}: it got {blocks!r:.60}, not a list of {count}", evidence=blocks)
+    if foreign := [block for block in blocks if block in others or not 0 <= block < num_blocks]:
+        raise CheckFailed(f"{who}: it got block {foreign[0]}, which is not free", evidence=blocks)
+
+
+def _judge_state(side: Any, num_blocks: int, held: dict[str, list[int]], content: dict[int, str]) -> None:
+    used = sorted(block for blocks in held.values() for block in blocks)
+    free = sorted(set(range(num_blocks)) - set(used))
+    if sorted(side.free) != free:
+        raise CheckFailed(
+            f"blocks {used} are held, so {free} are free; side.free says {sorted(side.free)}",
+            evidence=sorted(side.free),
+        )
+    for name, blocks in held.items():
+        for index, block in enumerate(blocks):
+            told = content.get(block, "")
+            if told.startswith(f"{name},") and side.cache.get(block) != told:
+                raise CheckFailed(
+                    f"block {block} is number {index} of {name} and holds {side.cache.get(block)!r:.60}, where "
+                    f"{told!r} arrived last for this request",
+                    evidence=side.cache.get(block),
+                )

@@ -1,0 +1,207 @@
+"""Spoilers of lab 18: what people write in place of a decode layer, of sharded loading and of a pipeline's batches."""
+
+import torch
+import torch.nn.functional as F
+
+from course.kit.exercises import alternative, mistake
+
+# One token through a layer.
+
+REDUCED = "x = x + group.all_reduce(part.o @ (weights @ values).flatten())"
+
+mistake(
+    "decode-layer",
+    "attention is not added up",
+    {REDUCED: "x = x + part.o @ (weights @ values).flatten()"},
+    says="o's columns of one rank give a share of attention's output: add the shares up before the MLP reads them.",
+)
+mistake(
+    "decode-layer",
+    "one all-reduce at the end",
+    {
+        REDUCED: "attended = part.o @ (weights @ values).flatten()\n    x = x + attended",
+        "return x + group.all_reduce(part.down @ inner), keys, values":
+        "return x - attended + group.all_reduce(attended + part.down @ inner), keys, values",
+    },
+    expect="y is wrong",
+)  # fmt: skip
+mistake(
+    "decode-layer",
+    "the residual is added up as well",
+    {REDUCED: "x = group.all_reduce(x + part.o @ (weights @ values).flatten())"},
+    says="Every rank has the whole x already: summed over the ranks it counts several times.",
+)
+mistake(
+    "decode-layer",
+    "the mean of the ranks",
+    {REDUCED: 'x = x + group.all_reduce(part.o @ (weights @ values).flatten(), "avg")'},
+    says="The ranks hold parts of one sum, so they are added, not averaged.",
+)
+mistake(
+    "decode-layer",
+    "the new token does not see itself",
+    {
+        "weights = (query @ keys.transpose(1, 2) / d**0.5).softmax(dim=-1)":
+        "weights = (query @ keys[:, :-1].transpose(1, 2) / d**0.5).softmax(dim=-1)",
+        "(weights @ values)": "(weights @ values[:, :-1])",
+    },
+    says="The newest token attends to itself, too: its key and value are cached before attention.",
+)  # fmt: skip
+mistake(
+    "decode-layer",
+    "the cache stays as it was",
+    {"(part.down @ inner), keys, values": "(part.down @ inner), keys[:, :-1], values[:, :-1]"},
+    expect="keys",
+)
+mistake(
+    "decode-layer",
+    "heads in another order",
+    {".view(len(keys), -1, d)": ".view(-1, len(keys), d).transpose(0, 1)"},
+    says="Query heads stand in the order of the kv heads that they read: those of kv head 0 first.",
+)
+mistake(
+    "decode-layer",
+    "x is gathered in between",
+    {"inner = F.silu(": 'x = group.all_reduce(x.clone(), "avg")\n    inner = F.silu('},
+    expect="two all-reduces of",
+)
+
+
+@alternative("decode-layer", "torch's attention, kv heads repeated")
+def by_torch(x, keys, values, part, group):
+    d = part.head_dim
+    keys = torch.cat((keys, (part.k @ x).view(-1, 1, d)), 1)
+    values = torch.cat((values, (part.v @ x).view(-1, 1, d)), 1)
+    query = (part.q @ x).view(1, -1, 1, d)
+    seen = F.scaled_dot_product_attention(query, keys[None], values[None], enable_gqa=True)
+    x = x + group.all_reduce(part.o @ seen.flatten())
+    return x + group.all_reduce(part.down @ (F.silu(part.gate @ x) * (part.up @ x))), keys, values
+
+
+# A rank's own bytes.
+
+mistake(
+    "sharded-load",
+    "read whole, then cut",
+    {
+        "part[name] = file.read(name, columns=slice(rank * width, (rank + 1) * width))":
+        "part[name] = file.read(name)[:, rank * width : (rank + 1) * width]",
+    },
+    expect="cut what you ask the file for",
+)  # fmt: skip
+mistake(
+    "sharded-load",
+    "kv heads are cut as if there were enough",
+    {"share = min(world_size, kv_heads)": "share = world_size"},
+    expect="kv",
+)
+mistake(
+    "sharded-load",
+    "kv heads in turn",
+    {"place = rank * share // world_size": "place = rank % share"},
+    says="Neighbours share a kv head: ranks 0 and 1 of four have head 0 of two, as their query heads are its.",
+)
+mistake(
+    "sharded-load",
+    "all kv heads on every rank",
+    {"place = rank * share // world_size": "place, share = 0, 1"},
+    expect="kv",
+)
+mistake(
+    "sharded-load",
+    "no padding",
+    {"part[name] = F.pad(part[name], (0, 0, 0, missing))": "pass"},
+    expect="embedding",
+)
+mistake(
+    "sharded-load",
+    "rounded down",
+    {"count = -(-rows // share)": "count = rows // share"},
+    expect="embedding",
+)
+mistake(
+    "sharded-load",
+    "norms are cut as well",
+    {'if kind == "whole":': 'if kind == "whole" and rank == 0:'},
+    expect="norm",
+)
+
+
+@alternative("sharded-load", "a slice by kind, then one read")
+def by_slices(file, cuts, kv_heads, rank, world_size):
+    part = {}
+    for name, kind in cuts.items():
+        rows, columns = file.shape(name)
+        if kind == "kv":
+            d, here = rows // kv_heads, max(1, kv_heads // world_size)
+            first = rank * kv_heads // world_size
+            part[name] = file.read(name, slice(first * d, (first + here) * d))
+        elif kind == "columns":
+            part[name] = file.read(
+                name, slice(None), slice(rank * columns // world_size, (rank + 1) * columns // world_size)
+            )
+        elif kind == "whole":
+            part[name] = file.read(name)
+        else:
+            count = (rows + world_size - 1) // world_size
+            read = file.read(name, slice(rank * count, min(rows, (rank + 1) * count)))
+            part[name] = torch.cat((read, torch.zeros(count - len(read), columns)))
+    return part
+
+
+# Batches of a pipeline.
+
+mistake(
+    "next-batch",
+    "a sequence twice in the pipeline",
+    {"[name for name in running if name not in busy][:share]": "running[:share]"},
+    expect="its newest token is still in the pipeline",
+)
+mistake(
+    "next-batch",
+    "only the last batch counts",
+    {"for batch in in_flight for name in batch": "for batch in in_flight[-1:] for name in batch"},
+    expect="its newest token is still in the pipeline",
+)
+mistake(
+    "next-batch",
+    "everybody at once",
+    {"[name for name in running if name not in busy][:share]": "[name for name in running if name not in busy]"},
+    expect="sequences in one batch: at most",
+)
+mistake(
+    "next-batch",
+    "the share of those that are ready",
+    {
+        "share = -(-len(running) // stages)": "share = -(-(len(running) - len(busy)) // stages)",
+    },
+    expect="starts, and .* should",
+)
+mistake(
+    "next-batch",
+    "rounded down",
+    {"-(-len(running) // stages)": "len(running) // stages"},
+    expect="should|idles",
+)
+mistake(
+    "next-batch",
+    "one batch too many",
+    {"len(in_flight) >= stages": "len(in_flight) > stages"},
+    expect="as many batches as stages are in flight",
+)
+mistake(
+    "next-batch",
+    "newest first",
+    {"if name not in busy][:share]": "if name not in busy][::-1][:share]"},
+    says="The newest come first, so that the one that has waited longest may wait for ever.",
+)
+
+
+@alternative("next-batch", "step by step")
+def step_by_step(running, in_flight, stages):
+    batch = []
+    if len(in_flight) < stages:
+        for name in running:
+            if len(batch) * stages < len(running) and all(name not in each for each in in_flight):
+                batch.append(name)
+    return batch

@@ -1,0 +1,220 @@
+"""Spoilers of lab 18: hand-overs that wait with half of their blocks or believe late messages, splits, and verdicts."""
+
+from course.kit.exercises import alternative, mistake
+
+mistake(
+    "hand-over",
+    "as many as there are",
+    {
+        "if count > len(self.free):\n            return None\n        blocks = [self.free.pop() for _ in range(count)]":
+        "blocks = [self.free.pop() for _ in range(min(count, len(self.free)))]",
+    },
+    expect="two such requests wait for ever",
+)  # fmt: skip
+mistake(
+    "hand-over",
+    "held while it waits",
+    {"return None": "self.held[request] = [self.free.pop() for _ in range(len(self.free))]\n            return None"},
+    expect="two such requests wait for ever",
+)
+mistake(
+    "hand-over",
+    "any attempt will do",
+    {"if expected != attempt or index not in missing:": "if index not in missing:"},
+    expect="no longer waited for|arrived last|is not whole",
+)
+mistake(
+    "hand-over",
+    "written before it is looked at",
+    {
+        "expected, missing = self.missing.get(request, (None, ()))":
+        "expected, missing = self.missing.get(request, (None, ()))\n"
+        "        if request in self.held and index < len(self.held[request]):\n"
+        "            self.cache[self.held[request][index]] = content",
+    },
+    expect="arrived last for this request",
+)  # fmt: skip
+mistake(
+    "hand-over",
+    "a count of messages",
+    {
+        "if expected != attempt or index not in missing:": "if expected != attempt:",
+        "missing.remove(index)": "missing.pop()",
+    },
+    expect="is not whole|is whole|arrived last",
+)
+mistake(
+    "hand-over",
+    "an older attempt's blocks are lost",
+    {"self.give_up(request)\n        if count": "if count"},
+    expect="free",
+)
+mistake(
+    "hand-over",
+    "given up, but not freed",
+    {"            self.release(request)\n": "            self.held.pop(request)\n"},
+    expect="a was given up, and 0 of 1 blocks is free",
+)
+
+
+@alternative("hand-over", "a record for each request")
+class Records:
+    def __init__(self, num_blocks):
+        self.free, self.cache, self.records = list(range(num_blocks)), {}, {}
+
+    def allocate(self, request, attempt, count):
+        self.give_up(request)
+        if len(self.free) < count:
+            return None
+        blocks, self.free = self.free[:count], self.free[count:]
+        self.records[request] = {"attempt": attempt, "blocks": blocks, "arrived": [False] * count}
+        return blocks[:]
+
+    def arrive(self, request, attempt, index, content):
+        record = self.records.get(request)
+        if record is None or record["attempt"] != attempt or record["arrived"][index]:
+            return False
+        record["arrived"][index] = True
+        self.cache[record["blocks"][index]] = content
+        return all(record["arrived"])
+
+    def give_up(self, request):
+        if request in self.records and not all(self.records[request]["arrived"]):
+            self.release(request)
+
+    def release(self, request):
+        self.free.extend(self.records.pop(request)["blocks"])
+
+
+# Cards divided.
+
+RATE = "prompts = 2 * spare / (prompt_s**2 + 2 * prompt_s * spare)"
+
+mistake(
+    "choose-split",
+    "no wait",
+    {RATE: "prompts = 1 / prompt_s"},
+    says="At one prompt every prompt_s seconds the queue grows without end: leave time for the wait.",
+)
+mistake(
+    "choose-split",
+    "exponential services",
+    {RATE: "prompts = spare / (prompt_s * (prompt_s + spare))"},
+    says="Prompts that take equally long wait half as long as those of an M/M/1 server.",
+)
+mistake(
+    "choose-split",
+    "the limit is the wait",
+    {"spare = ttft - prompt_s": "spare = ttft"},
+    says="The prompt itself takes prompt_s of the limit; only the rest may be spent waiting.",
+)
+mistake(
+    "choose-split",
+    "all that fit",
+    {"if step_s(b) <= tpot)": "if b <= most)"},
+    says="All sequences that fit run at once, and their step takes longer than the limit on TPOT.",
+)
+mistake(
+    "choose-split",
+    "tokens per second",
+    {"answers = running / (output * step_s(running))": "answers = running / step_s(running)"},
+    says="This is tokens per second: an answer has `output` of them.",
+)
+mistake(
+    "choose-split",
+    "half of the cards",
+    {"best = max(range(1, cards), key=sustained)": "best = cards // 2"},
+    expect="so the best division sustains",
+)
+mistake(
+    "choose-split",
+    "a fraction of the cards",
+    {
+        "best = max(range(1, cards), key=sustained)":
+        "best = max(1, min(cards - 1, int(cards * answers / (prompts + answers))))",
+    },
+    expect="so the best division sustains|sustain",
+)  # fmt: skip
+
+
+@alternative("choose-split", "both roundings of the balance")
+def by_balance(cards, prompt_s, step_s, most, output, ttft, tpot):
+    wait = ttft - prompt_s
+    prompts = 1 / (prompt_s + prompt_s**2 / (2 * wait))
+    running = 1
+    while running < most and step_s(running + 1) <= tpot:
+        running += 1
+    answers = running / output / step_s(running)
+    balance = cards * answers / (prompts + answers)
+    counts = [min(cards - 1, max(1, int(balance) + more)) for more in (0, 1)]
+    rate, count = max((min(n * prompts, (cards - n) * answers), n) for n in counts)
+    return count, rate
+
+
+# Which bug.
+
+mistake(
+    "which-bug-ranks",
+    "a step may begin anywhere",
+    {"if first != computed[request] or sampled != (first + count == known[request]):":
+     "if sampled != (first + count == known[request]):"},
+    expect="it is 'phases confused after preemption'",
+)  # fmt: skip
+mistake(
+    "which-bug-ranks",
+    "a token may come at any time",
+    {" or sampled != (first + count == known[request]):": ":"},
+    expect="it is 'phases confused after preemption'",
+)
+mistake(
+    "which-bug-ranks",
+    "a preemption costs nothing",
+    {"computed[details[0]] = 0": "pass"},
+    expect="you say 'phases confused after preemption'",
+)
+mistake(
+    "which-bug-ranks",
+    "only the prompt is known",
+    {"known[request] += sampled": "pass"},
+    expect="you say 'phases confused after preemption'",
+)
+mistake(
+    "which-bug-ranks",
+    "a block is read once",
+    {"reading.discard(details[0])": "pass"},
+    expect="you say 'blocks freed before they are sent'",
+)
+mistake(
+    "which-bug-ranks",
+    "ranks that stopped elsewhere",
+    {"if any(len(set(tokens)) > 1 for tokens in zip(*seen.tokens, strict=False)):": "if len(set(seen.tokens)) > 1:"},
+    expect="you say 'rank 1 samples for itself'",
+)
+mistake(
+    "which-bug-ranks",
+    "the first token of each rank",
+    {"zip(*seen.tokens, strict=False)": "list(zip(*seen.tokens, strict=False))[:1]"},
+    expect="it is 'rank 1 samples for itself'",
+)
+
+
+@alternative("which-bug-ranks", "one question after the other")
+def by_question(seen):
+    cached, text = dict.fromkeys(seen.prompts, 0), dict(seen.prompts)
+    for event in seen.events:
+        if event[0] == "preempted":
+            cached[event[1]] = 0
+        if event[0] == "step":
+            _, name, first, count, sampled = event
+            if first != cached[name] or (first + count == text[name]) is not sampled:
+                return "phases confused after preemption"
+            cached[name], text[name] = first + count, text[name] + int(sampled)
+    last = {}
+    for event in seen.events:
+        if event[0] == "freed" and last.get(event[1]) == "sending":
+            return "blocks freed before they are sent"
+        if event[0] in ("sending", "sent"):
+            last[event[1]] = event[0]
+    shortest = min(map(len, seen.tokens))
+    same = len({tokens[:shortest] for tokens in seen.tokens}) == 1
+    return "right" if same else "rank 1 samples for itself"

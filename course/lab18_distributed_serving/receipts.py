@@ -1,0 +1,211 @@
+"""Lab 18's claims and tables, each a function that the notebook calls in one line; CLAIMS need no learner."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from course.kit.answers import answers_of
+from course.kit.receipts import Receipt, Row, formula, receipt, row, titled
+from course.lab18_distributed_serving import experiments, formulas
+from course.lab18_distributed_serving import experiments_breaks as breaks
+from course.lab18_distributed_serving.experiments import Handed, Linked, Played, TwoRanks
+from course.lab18_distributed_serving.pipeline import Trace, play
+from course.shared.table import Table, table
+from minillm.predict.planner.architectures import architecture
+from minillm.predict.planner.clusters import cluster
+from minillm.predict.planner.pools import rank_pools
+from minillm.predict.serving import handover, ranks
+
+ANSWERS = answers_of("18_distributed_serving")
+
+# One engine on two ranks.
+
+
+@titled("the target on 2 ranks: a decode step of one greedy sequence", open_rows=4, show="Llama")
+def decode_step(found: TwoRanks | None = None, guess_reduces: float | None = None) -> Iterator[Row]:
+    """P98: what a rank holds and a step sends under tensor parallelism, by formula and by the ledger."""
+    found = found or experiments.two_ranks()
+    shape, tp = found.shape, found.tp
+    calls = ranks.step_calls(shape, 2, 1, likeliest=1)
+    yield row("tokens of a plain loop in one process", True, tp.ids == found.alone)
+    yield row("parameters on rank 0: matrices / 2, norms whole", ranks.weight_bytes(shape, 2, 1), tp.parameters)
+    yield row("all-reduces: 2 a layer and the embedding's", 2 * shape.num_layers + 1, tp.all_reduces)
+    yield row("bytes that rank 0 sends in collectives", ranks.sent_bytes(calls, 2), tp.collectives, "B")
+    yield row("bytes of the message that tells the step", _message(), tp.told, "B")
+    yield formula("Llama 3 70B: all-reduces a token, in its layers", 2 * 80, guess=guess_reduces)
+
+
+def _message() -> int:
+    return ranks.message_bytes(ranks.step_numbers(1, 1, 1))
+
+
+@titled("the target in 2 stages", open_rows=3)
+def engine_of_stages(found: TwoRanks | None = None) -> Iterator[Row]:
+    """What a decode step sends under pipeline parallelism."""
+    found = found or experiments.two_ranks()
+    yield row("tokens of a plain loop in one process", True, found.pp.ids == found.alone)
+    yield row("bytes to the next stage: h numbers", ranks.hidden_bytes(found.shape, 1), found.pp.hidden, "B")
+    yield row("four answers: steps under way", 2, found.flight)
+    yield row("collectives", 0, found.pp.all_reduces)
+
+
+# Stages.
+
+
+@titled("32 sequences of 20 tokens, 4 stages", open_rows=4)
+def stages(next_batch: Callable | None = None) -> Iterator[Row]:
+    """Seconds of batches that move through a pipeline: everybody at once, and a share for each stage."""
+    next_batch = next_batch or ANSWERS.next_batch
+    count, sequences, tokens = 4, 32, 20
+    shares = play(Trace.at_once(sequences, tokens), count, partial(_with, next_batch, count))
+    whole = play(Trace.at_once(sequences, tokens), count, lambda running, flight: [] if flight else running)
+    yield row("a share each: ticks until the last token", count * tokens + count - 1, shares.ticks,
+              kind="simulated")  # fmt: skip
+    yield row("one batch of everybody: ticks", count * tokens, whole.ticks, kind="simulated")
+    for name, per in (("reading is all", 0.0), ("8 sequences take as long as reading", 1 / 8)):
+        many, one = shares.ticks * (1 + per * sequences / count), whole.ticks * (1 + per * sequences)
+        yield formula(f"    {name}: seconds of one batch over those of shares", one / many)
+
+
+def _with(next_batch: Callable, count: int, running: list, flight: list) -> list:
+    return next_batch(running, flight, count)
+
+
+# Links.
+
+
+def over_links(found: list[Linked] | None = None, guess_slower: float | None = None) -> Receipt:
+    """Seconds per token over emulated links. guess_slower: ms."""
+    found = found or experiments.over_links()
+    rows = []
+    for each in found:
+        name = "one rank" if each.link is None else f"two ranks, {each.link.latency_s * 1e3:g} ms"
+        rows.append(row(f"{name}: seconds per token", each.predicted, each.measured, "s", 0.25, noisy=True))
+    slower = experiments.slower_from() * 1e3
+    rows.append(formula("slower than one rank from a latency of (ms)", slower, guess=guess_slower))
+    replicas, split = found[0], found[3]
+    rows.append(
+        row("two replicas: tokens per second", 2 / replicas.predicted, 2 / replicas.measured, "", 0.25, noisy=True)
+    )
+    rows.append(row("two ranks of one, 5 ms: the same", 1 / split.predicted, 1 / split.measured, "", 0.25, noisy=True))
+    return receipt("a token over emulated links", rows, open_rows=2, show="20 ms|slower|tokens per second|of one")
+
+
+# Hand-overs.
+
+
+@titled("a prompt of 2,000 tokens", open_rows=2, show="the target")
+def bytes_handed(guess_megabytes: float | None = None) -> Iterator[Row]:
+    """P97, by formula and in a cache."""
+    for model in ("8B", "70B"):
+        handed = handover.handed_bytes(formulas.shape_of(model), 2000)
+        guess = guess_megabytes if model == "70B" else None
+        yield formula(f"Llama 3 {model}: MB handed over", handed / 1e6, guess=guess)
+    pairs = handover.routes(8, 4, 8)
+    yield formula("    tp 4 prefills, tp 8 decodes: messages a layer", len(pairs))
+    shape, tokens, held = experiments.slots_of_a_prompt()
+    predicted = handover.handed_bytes(shape, tokens, itemsize=4)
+    yield row(f"the target: slots of {tokens} tokens in an engine's pool", predicted, held, "B")
+
+
+def hidden(found: list[Handed] | None = None, guess_hidden: float | None = None) -> Receipt:
+    """Seconds of a hand-over at the end and layer by layer."""
+    found = found or experiments.handover_on_a_clock()
+    rows = [row(f"{each.name}: seconds in all", each.predicted, each.measured, "s", 0.15, noisy=True) for each in found]
+    compute = experiments.LAYERS * experiments.LAYER_S
+    share = handover.hidden_share(experiments.LAYERS, compute, compute / 2)
+    name = "layer by layer: hidden share of the transfer"
+    rows.append(row(name, share, found[1].hidden, "", 0.15, guess=guess_hidden, noisy=True))
+    rows.append(formula("    with Llama 3 70B's 80 layers", handover.hidden_share(80, 1.0, 0.5)))
+    return receipt("8 layers of 20 ms, a link that takes half as long", rows, open_rows=3)
+
+
+def interference(found: list[Played] | None = None) -> Table:
+    """Gaps and first tokens of the three ways."""
+    found = found or experiments.interference()
+    lines = []
+    for each in found:
+        median, longest = experiments.spread(each.gaps)
+        ttft = sum(each.first) / len(each.first)
+        lines.append((each.name, f"{median * 1e3:.1f} ms", f"{longest * 1e3:.0f} ms", f"{ttft * 1e3:.0f} ms"))
+    columns = ("served", "median gap", "longest gap", "mean TTFT")
+    return table("32 sequences decode, three prompts of 8,000 tokens arrive; simulated", columns, lines)
+
+
+@titled("prompts among decode steps", open_rows=3)
+def prompts_interfere() -> Iterator[Row]:
+    """The longest gap of each way, by the roofline."""
+    whole, chunks, apart = (max(each.gaps) for each in experiments.interference())
+    cost, running = experiments.FOUR_H100_70B, [(experiments.CONTEXT, 1)] * experiments.RUNNING
+    prompt = cost.step([(0, experiments.LONG)])
+    yield row(
+        "whole prompts: longest gap, a prompt and a step",
+        prompt + cost.step(running),
+        whole,
+        "s",
+        0.05,
+        kind="simulated",
+    )
+    yield row("in chunks: less than a tenth of it", True, chunks < whole / 10, kind="simulated")
+    yield row("apart: less than in chunks", True, apart < chunks, kind="simulated")
+
+
+# Splits.
+
+
+def splits(guess_prefill: float | None = None) -> Receipt:
+    """The best division of 16 H100 for Llama 3 70B, and the same cards doing both."""
+    plans = rank_pools(architecture("llama-3-70b"), cluster("h100", 16), 4000, 250, ttft=1.5, tpot=0.04, keep=1)
+    apart = next(plan for plan in plans if plan.split)
+    together = next(plan for plan in plans if not plan.split)
+    prefilling = apart.prefill * apart.prefill_tp * apart.prefill_pp
+    return receipt(
+        "Llama 3 70B on 16 H100, prompts of 4,000, answers of 250; TTFT 1.5 s, TPOT 40 ms",
+        [
+            formula("apart: cards that prefill", prefilling, guess=guess_prefill),
+            formula("    requests per second", apart.rate),
+            formula("    longest gap between two tokens", apart.gap, "s"),
+            formula("together: requests per second", together.rate),
+            formula("    longest gap between two tokens", together.gap, "s"),
+        ],
+        open_rows=5,
+    )
+
+
+def where_the_split_loses() -> Table:
+    """What the figure shows, in numbers."""
+    lines = []
+    for prompt, plans in formulas.by_prompt(1000.0, 40.0).items():
+        apart, together = plans.get(True), plans.get(False)
+        rates = [f"{plan.rate:.1f}" if plan else "none" for plan in (apart, together)]
+        gaps = [f"{plan.gap * 1e3:.0f} ms" if plan else "—" for plan in (apart, together)]
+        lines.append((f"{prompt:,} tokens", *rates, *gaps))
+    columns = ("prompt", "apart: requests/s", "together", "apart: longest gap", "together")
+    return table("Llama 3 70B on 16 H100, answers of 250; TTFT 1 s, TPOT 40 ms in the mean; formula", columns, lines)
+
+
+# Break it.
+
+
+def programs(verdict: Callable) -> Table:
+    """The six programs: the learner's verdict beside what their logs hold."""
+    lines = []
+    for name, seen in breaks.all_programs().items():
+        steps = sum(event[0] == "step" for event in seen.events)
+        preempted = sum(event[0] == "preempted" for event in seen.events)
+        freed = sum(event[0] == "freed" for event in seen.events)
+        logged = ", ".join(str(len(tokens)) for tokens in seen.tokens)
+        lines.append((name, verdict(seen), steps, preempted, freed, logged))
+    columns = ("program", "your verdict", "steps", "preemptions", "blocks freed", "tokens by rank")
+    return table("six programs on two ranks", columns, lines)
+
+
+def verdicts() -> Receipt:
+    """The six programs, judged."""
+    found = breaks.all_programs()
+    return receipt(
+        "which bug",
+        [row(f"program {name}", breaks.BUGS[name], ANSWERS.verdict(seen)) for name, seen in found.items()],
+    )
+
+
+CLAIMS = (decode_step, engine_of_stages, stages, over_links, bytes_handed, hidden, prompts_interfere, splits, verdicts)

@@ -1,0 +1,146 @@
+"""Runs lab 18's decode layer and a hand-over between ranks on any number of processes.
+
+python 18_distributed_serving.py                                   4 ranks on this machine
+torchrun --nproc-per-node 4 18_distributed_serving.py              the same under torchrun
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:29500 18_distributed_serving.py           on each of two nodes
+
+With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from course.kit import Row, row
+from course.kit.torchrun import attempt, run
+from minillm.comm import Group
+from minillm.measure import ledger
+from minillm.predict import comms
+
+HIDDEN, HEAD, INNER, CACHED = 12, 4, 5, 6  # inner numbers and one kv head with two query heads for each rank
+LAYERS, BLOCKS, BLOCK = 3, 2, 8  # of a hand-over: layers, blocks of a request, numbers in a block
+Judged = tuple[int, int, bool]  # bytes sent, collectives or messages, right values
+
+
+def decode_layer(
+    x: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    part: dict[str, Tensor],
+    group: Group,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x: [h], the same on every rank; keys, values: [kv heads, tokens, d] of this rank; part: its rows of
+    q, k, v, gate and up, its columns of o and down. -> (y [h], keys, values with the new token behind)."""
+    # BEGIN SOLUTION
+    d = keys.shape[-1]
+    keys = torch.cat((keys, (part["k"] @ x).view(-1, 1, d)), dim=1)
+    values = torch.cat((values, (part["v"] @ x).view(-1, 1, d)), dim=1)
+    query = (part["q"] @ x).view(len(keys), -1, d)
+    weights = (query @ keys.transpose(1, 2) / d**0.5).softmax(dim=-1)
+    x = x + group.all_reduce(part["o"] @ (weights @ values).flatten())
+    inner = F.silu(part["gate"] @ x) * (part["up"] @ x)
+    return x + group.all_reduce(part["down"] @ inner), keys, values
+    # END SOLUTION
+
+
+def hand_over(layers: list[Tensor] | None, blocks: list[list[int]] | None, pool: Tensor, group: Group) -> None:
+    """An even rank prefilled for the odd one behind it: layers, one [blocks, numbers] for each; blocks: None.
+    An odd rank decodes: blocks[layer] are those that it set aside in pool, [blocks of the pool, numbers], where
+    the layer's rows go, in their order; layers: None. The last rank of an odd number has nothing to do."""
+    # BEGIN SOLUTION
+    if layers is not None:
+        for layer in layers:
+            group.send(layer, group.rank + 1)
+    if blocks is not None:
+        for ids in blocks:
+            rows = pool.new_empty(len(ids), pool.shape[1])
+            group.recv(rows, group.rank - 1)
+            pool[ids] = rows
+    # END SOLUTION
+
+
+# What follows runs and judges it.
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def try_layer(group: Group) -> Judged:
+    """One token through a cut layer, beside the whole one in one process."""
+    n, rank = group.world_size, group.rank
+    q, kv, inner = 2 * n * HEAD, n * HEAD, INNER * n
+    shapes = {"q": (q, HIDDEN), "k": (kv, HIDDEN), "v": (kv, HIDDEN), "o": (HIDDEN, q), "gate": (inner, HIDDEN),
+              "up": (inner, HIDDEN), "down": (HIDDEN, inner)}  # fmt: skip
+    whole = {name: draw(seed, *shape) / 4 for seed, (name, shape) in enumerate(shapes.items())}
+    x, keys, values = draw(20, HIDDEN), draw(21, n, CACHED, HEAD), draw(22, n, CACHED, HEAD)
+    columns = ("o", "down")
+    part = {name: each.chunk(n, int(name in columns))[rank].to(group.device) for name, each in whole.items()}
+    given = [each.to(group.device) for each in (x, keys.chunk(n)[rank], values.chunk(n)[rank])]
+    with ledger() as led:
+        y, new_keys, new_values = decode_layer(*given, part, group)
+    right, right_keys, right_values = alone(x, keys, values, whole)
+    pairs = ((y, right), (new_keys, right_keys.chunk(n)[rank]), (new_values, right_values.chunk(n)[rank]))
+    close = all(torch.allclose(found.cpu(), wanted, rtol=1e-9) for found, wanted in pairs)
+    return led.bytes(), led.calls.total(), close
+
+
+def alone(x: Tensor, keys: Tensor, values: Tensor, layer: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """By torch's own attention, in one process."""
+    keys = torch.cat((keys, (layer["k"] @ x).view(-1, 1, HEAD)), 1)
+    values = torch.cat((values, (layer["v"] @ x).view(-1, 1, HEAD)), 1)
+    query = (layer["q"] @ x).view(1, -1, 1, HEAD)
+    seen = F.scaled_dot_product_attention(query, keys[None], values[None], enable_gqa=True)
+    x = x + layer["o"] @ seen.flatten()
+    return x + layer["down"] @ (F.silu(layer["gate"] @ x) * (layer["up"] @ x)), keys, values
+
+
+def try_hand_over(group: Group) -> Judged:
+    """Layers of a request into blocks that stand in another order in every layer's pool."""
+    device, pair = group.device, group.rank // 2
+    layers = [draw(100 * pair + layer, BLOCKS, BLOCK) for layer in range(LAYERS)]
+    pool = torch.zeros(LAYERS * BLOCKS + 2, BLOCK, dtype=torch.float64)
+    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(pair)).tolist()
+    blocks = [order[layer * BLOCKS : (layer + 1) * BLOCKS] for layer in range(LAYERS)]
+    decodes = group.rank % 2 == 1
+    prefills = not decodes and group.rank + 1 < group.world_size
+    there = pool.to(device, copy=True)
+    with ledger() as led:
+        hand_over(
+            [layer.to(device) for layer in layers] if prefills else None, blocks if decodes else None, there, group
+        )
+    wanted = pool.clone()
+    if decodes:
+        for ids, rows in zip(blocks, layers, strict=True):
+            wanted[ids] = rows
+    return led.bytes(), sum(event.messages for event in led.events), torch.equal(there.cpu(), wanted)
+
+
+PARTS = {"decode layer": try_layer, "hand-over": try_hand_over}
+
+
+def rank_program(group: Group) -> dict[str, Any]:
+    """Each part once, judged; None if not written yet."""
+    return attempt(PARTS, group)
+
+
+def judge(name: str, ranks: list[Judged]) -> Iterator[Row]:
+    n = len(ranks)
+    sent, calls, right = zip(*ranks, strict=True)
+    if name == "decode layer":
+        yield row(
+            f"{name}: bytes sent by all ranks", 2 * comms.ring_all_reduce(HIDDEN, 8, n).total_bytes, sum(sent), "B"
+        )
+        yield row(f"{name}: all-reduces", 2, max(calls))
+        yield row(f"{name}: as in one process, on every rank", True, all(right))
+    else:
+        yield row(f"{name}: bytes sent by all ranks", n // 2 * LAYERS * BLOCKS * BLOCK * 8, sum(sent), "B")
+        yield row(f"{name}: in the blocks set aside, and nowhere else", True, all(right))
+
+
+if __name__ == "__main__":
+    run("lab 18", rank_program, judge)
