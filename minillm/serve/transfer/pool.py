@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from minillm.comm import Group, HangError, Link, RankError, launch
 from minillm.model import ModelConfig, Transformer
 from minillm.serve.numbers import check_whole
@@ -187,4 +189,5 @@ class PrefillPool:
 
 
 def _serve(group: Group, source: str | Path | Transformer, address: str, door: str, options: dict[str, Any]) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // (2 * group.world_size)))  # the other half decodes
     serve_prefill(group, source, address, door=door, **options)

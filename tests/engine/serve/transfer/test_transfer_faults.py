@@ -16,14 +16,14 @@ from tests.engine.serve.transfer.pools import is_idle, pool_of, until
 GREEDY = SamplingParams(8)
 
 
-def kill_at(receiver, pool, frame):
-    """Kills the pool once so many frames have been written."""
+def kill_at(receiver, pool, frame, rank):
+    """Kills a rank of the pool once so many frames have been written."""
     write, written = type(receiver)._write, []
 
     def counted(*given):
         written.append(1)
         if len(written) == frame:
-            pool.kill()
+            pool.kill(rank)
         return write(receiver, *given)
 
     receiver._write = counted
@@ -37,7 +37,7 @@ def killed(times, ranks=1):
         llm = LLM(model, **TIGHT, prefill=pool)
         for number in range(times):
             until(lambda: llm.handovers.ready, "the pool has not come back")
-            kill_at(llm.handovers.receiver, pool, rng.randrange(1, 40))
+            kill_at(llm.handovers.receiver, pool, rng.randrange(1, 40), rng.randrange(ranks))
             before = llm.handovers.outcomes["gone"]
             llm.pool.reset()  # with nothing in its cache, every prompt is asked for
             found, _ = drive(llm, requests, number)  # which holds it to leaking no block

@@ -5,8 +5,9 @@ import functools
 import pytest
 
 from minillm.comm import launch
+from minillm.predict.model import kv_bytes_per_token
 from minillm.serve import LLM
-from tests.engine.serve.ranks.programs import TIGHT, model_of, naive, requests_of
+from tests.engine.serve.ranks.programs import CONFIG, TIGHT, alone, drive, model_of, naive, requests_of
 from tests.engine.serve.transfer.pools import COUNT, SEED, alone_with, driven, is_idle, pool_of, until, use
 
 CASES = {  # of the decode side
@@ -41,6 +42,7 @@ def hold_to(found, right, name, copies=1):
         if each.outcome == "whole":
             layers, kv_heads, head_dim, itemsize = 2, 2 * copies, 8, 4
             assert each.received == each.asked
+            assert sum(each.nbytes) == copies * each.asked * kv_bytes_per_token(CONFIG, itemsize)
             assert each.nbytes == (2 * kv_heads * head_dim * itemsize * each.asked,) * layers
 
 
@@ -89,6 +91,33 @@ def test_tokens_of_other_models(variant):
         answers, _, outcomes, _, _ = use(LLM(model_of(variant), **TIGHT, prefill=pool))
     assert [[ids for ids, _ in each] for each in answers] == expected(variant)
     assert outcomes["whole"] >= 5
+
+
+def random_sequences(pool, seeds, options):
+    """Random arrivals and cancellations by each seed, one after the other, on one engine."""
+    requests = requests_of(9, 7, 10)
+    right, cancelled = alone(model_of("plain"), requests), 0
+    llm = LLM(model_of("plain"), **options, prefill=pool)
+    for seed in seeds:
+        llm.pool.reset()  # with nothing in its cache, every prompt is asked for
+        found, _ = drive(llm, requests, seed, 0.3)
+        for mine, whole in zip(found, right, strict=True):
+            for (ids, reason), full in zip(mine, whole, strict=False):
+                assert ids == (full[: len(ids)] if reason == "cancelled" else full)
+                cancelled += reason == "cancelled"
+    assert cancelled and llm.handovers.outcomes["whole"] > len(seeds) and llm.handovers.outcomes["given up"]
+    assert set(llm.handovers.outcomes) == {"whole", "given up"}
+    until(lambda: is_idle(pool, llm.handovers.layout), "the pool holds something")
+
+
+def test_random_arrivals_and_cancellations(pool):
+    random_sequences(pool, range(8), CASES["chunks"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["recomputed", "ahead-swapped"])
+def test_200_random_arrivals_and_cancellations(pool, name):
+    random_sequences(pool, range(100), CASES[name])
 
 
 OVER_RANKS = {"recomputed": TIGHT, "ahead-swapped": CASES["ahead-swapped"]}
