@@ -42,7 +42,7 @@ def _message() -> int:
 def engine_of_stages(found: TwoRanks | None = None) -> Iterator[Row]:
     """What a decode step sends under pipeline parallelism."""
     found = found or experiments.two_ranks()
-    yield row("tokens of a plain loop in one process", True, found.pp.ids == found.alone)
+    yield row("greedy tokens: those of one process", True, found.pp.ids == found.alone)
     yield row("bytes to the next stage: h numbers", ranks.hidden_bytes(found.shape, 1), found.pp.hidden, "B")
     yield row("four answers: steps under way", 2, found.flight)
     yield row("collectives", 0, found.pp.all_reduces)
