@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from minillm.comm import HangError, RankError, launch
+from minillm.comm.launch.launcher import MAX_RANKS
 from minillm.serve.engine import LLM
 from minillm.serve.ranks.engine import over_ranks, sigterm_ignored
 from minillm.train.run import interrupts
@@ -30,6 +31,8 @@ def check_ranks(tp: int, pp: int, device: str | None, ep: bool = False) -> int:
             f"{said}: torchrun has started {started} ranks, which all take part: "
             + (f"say --tp {started}" if pp == 1 else f"make the product {started}")
         )
+    if ranks > MAX_RANKS and not _under_torchrun():
+        raise ValueError(f"{said} are {ranks} ranks: at most {MAX_RANKS} are started here, more by torchrun")
     if ep and tp == 1:
         raise ValueError("--ep shares out experts among the ranks of --tp: say how many with --tp N, or leave --ep out")
     if ranks > 1 and device is not None and ":" in device:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from minillm.adapters.store import AdapterStore
     from minillm.serve.speculate.adaptive import AdaptiveK
     from minillm.serve.speculate.proposal import Proposer
-    from minillm.serve.transfer.pool import PrefillAt, PrefillPool
 
 
 class LLM:
@@ -91,7 +90,7 @@ class LLM:
         async_scheduling: bool = False,
         kv_dtype: str | None = None,
         adapters: "AdapterStore | Mapping[str, str | Path] | None" = None,
-        prefill: "PrefillPool | PrefillAt | None" = None,
+        prefill: Any = None,
         scheduler: type[Scheduler] = Scheduler,
         **scheduling,
     ):

@@ -13,7 +13,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "ring all-reduce on the CPU": ("comm", "group operation backends/cpu collectives/ring backends/sockets", 800),
     "a forward pass": ("model", "config transformer initialise rope loss", 905),
     "attention in tiles": ("model/attention", "causal tiled tiled_triton tiled_kernels", 770),
-    "paged attention": ("model/paged", "cache tables backend gather loop", 500),
+    "paged attention": ("model/paged", "cache tables backend gather loop", 505),
     "paged attention on a GPU": ("model/paged", "cache tables backend split triton", 655),
     "quantized cache": ("model/paged", "quantized cache gather triton ../../quantize/kv", 720),
     "loading a folder": ("model/hf", "load families rope experts weights", 820),

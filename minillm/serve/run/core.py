@@ -7,7 +7,7 @@
 `AsyncScheduling` calls the same three, in another order. Whoever calls them takes care that it is one thread at a time.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -19,9 +19,6 @@ from minillm.serve.run.step import InputBuilder, Step
 from minillm.serve.sample.next_tokens import NextTokens
 from minillm.serve.schedule.blocks import CLOSE, RECEIVE
 
-if TYPE_CHECKING:
-    from minillm.serve.transfer.decode import DecodeSide
-
 
 class EngineCore:
     """records: of the last `keep_records` steps; record_blocks: each with every block table."""
@@ -32,7 +29,7 @@ class EngineCore:
         self.builder = InputBuilder(self.scheduler.pool, *runner.tables.host.shape)
         self.next_tokens = NextTokens(requests)
         self.records = RecordLog(keep_records)
-        self.handovers: DecodeSide | None = None  # of an engine with a prefill pool
+        self.handovers: Any = None  # the `DecodeSide` of an engine with a prefill pool
 
     @torch.inference_mode()
     def step(self) -> None:

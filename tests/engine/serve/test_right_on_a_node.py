@@ -52,7 +52,7 @@ def current_gpu(monkeypatch):
 def on_second_gpu(llm, current_gpu):
     """An engine that says its model is on cuda:1; returns where its passes are launched."""
     weight = SimpleNamespace(device=torch.device("cuda", 1))
-    llm.model = SimpleNamespace(embedding=SimpleNamespace(weight=weight))
+    llm.model = SimpleNamespace(parameters=lambda: iter([weight]))
     launched, forward = [], llm.runner._forward
 
     def noting(*given):
@@ -112,7 +112,7 @@ def gpu(monkeypatch):
     )
     weight = SimpleNamespace(device=torch.device("cuda"), is_cuda=True, dtype=torch.bfloat16)
     config = ModelConfig(128256, 4096, 14336, 32, 32, 8, max_seq_len=131072)
-    return SimpleNamespace(config=config, embedding=SimpleNamespace(weight=weight))
+    return SimpleNamespace(config=config, embedding=SimpleNamespace(weight=weight), parameters=lambda: iter([weight]))
 
 
 def test_a_gpu_s_engine_takes_256_sequences_and_8192_tokens(gpu, monkeypatch):
