@@ -66,8 +66,8 @@ guess_prefill = 4  # of 16 cards, those that prefill: prompts of 4,000 tokens, a
 
 # %%
 def decode_layer(x, keys, values, part, group):
-    """x: [h], the newest token of a sequence, the same on every rank; keys, values: [kv heads, tokens,
-    d], cached by this rank; part: its rows of q, k, v, gate and up, its columns of o and down, and
+    """x: [h], the newest token of a sequence, the same on every rank; keys, values:
+    [kv heads, tokens, d], cached by this rank; part: its rows of q, k, v, gate and up, its columns of o and down, and
     head_dim, d.
 
     -> (y [h], keys, values), the latter with the new token behind: [kv heads, tokens + 1, d]."""
@@ -104,8 +104,8 @@ receipts.decode_step(served, guess_reduces)
 def load_part(file, cuts, kv_heads, rank, world_size):
     """file.shape(name) -> (rows, columns); file.read(name, rows=slice, columns=slice) -> that part.
     cuts: {name: kind}; of a matrix of kind "rows" or "columns" this rank holds its equal share of
-    them; "whole": all; "kv": rows of its kv heads, and of the same one as its neighbours where there
-    are fewer heads than ranks; "words": ⌈rows / world_size⌉ rows, zeros behind the last word.
+    them; "whole": all; "kv": rows of its kv heads, and of the same one as its neighbours where
+    there are fewer heads than ranks; "words": ⌈rows / world_size⌉ rows, zeros behind the last word.
 
     -> {name: tensor}. Only what this rank holds is read, once."""
     # BEGIN SOLUTION
@@ -144,8 +144,8 @@ load_part = check("sharded-load", load_part)
 
 # %%
 def next_batch(running, in_flight, stages):
-    """The first stage is free. running: sequences that have tokens to write, the one that has waited
-    longest first, those in flight included; in_flight: batches (lists of sequences) inside the
+    """The first stage is free. running: sequences that have tokens to write, the one that has
+    waited longest first, those in flight included; in_flight: batches (lists of sequences) inside the
     pipeline; at most as many as stages.
 
     -> the list of sequences that start now, longest wait first: as many as may, up to an equal
@@ -283,7 +283,7 @@ handed = experiments.handover_on_a_clock()
 
 
 def behind_layers():
-    """Prefill and hand-over of eight layers: sent at the end, and each as soon as it is computed."""
+    """Prefill and hand-over of eight layers: sent at the end, and each when it is computed."""
     return figures.draw_handover(handed)
 
 
@@ -382,7 +382,8 @@ def verdict(seen):
     """seen.prompts: {request: tokens}; seen.events, in order: ("step", request, first, count,
     sampled), tokens first to first + count - 1 were computed and perhaps one sampled; ("preempted",
     request); ("sending", block), ("sent", block), the link begins and ends to read it; ("freed",
-    block). seen.tokens: by rank, what it appended; the ranks stopped within two steps of each other.
+    block). seen.tokens: by rank, what it appended; the ranks stopped within two steps of
+    each other.
 
     -> "right", "phases confused after preemption", "blocks freed before they are sent",
        "rank 1 samples for itself"."""

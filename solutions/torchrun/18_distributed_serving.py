@@ -21,7 +21,7 @@ from minillm.comm import Group
 from minillm.measure import ledger
 from minillm.predict import comms
 
-HIDDEN, HEAD, INNER, CACHED = 12, 4, 5, 6  # a rank has INNER inner numbers, 1 kv head, 2 query heads
+HIDDEN, HEAD, INNER, CACHED = 12, 4, 5, 6  # of a rank: INNER inner numbers, 1 kv head
 LAYERS, BLOCKS, BLOCK = 3, 2, 8  # of a hand-over: layers, blocks of a request, numbers in a block
 Judged = tuple[int, int, bool]  # bytes sent, collectives or messages, right values
 
@@ -33,8 +33,8 @@ def decode_layer(
     part: dict[str, Tensor],
     group: Group,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x: [h], the same on every rank; keys, values: [kv heads, tokens, d] of this rank; part: its rows
-    of q, k, v, gate and up, its columns of o and down.
+    """x: [h], the same on every rank; keys, values: [kv heads, tokens, d] of this rank; part: its
+    rows of q, k, v, gate and up, its columns of o and down.
     -> (y [h], keys, values with the new token behind)."""
     d = keys.shape[-1]
     keys = torch.cat((keys, (part["k"] @ x).view(-1, 1, d)), dim=1)
@@ -52,10 +52,10 @@ def hand_over(
     pool: Tensor,
     group: Group,
 ) -> None:
-    """An even rank prefilled for the odd one behind it: layers, [blocks, numbers] each; blocks: None.
-    An odd rank decodes: blocks[layer] are those that it set aside in pool, [blocks of the pool,
-    numbers], where the layer's rows go, in their order; layers: None. The last rank of an odd number
-    has nothing to do: both are None."""
+    """An even rank prefilled for the odd one behind it: layers, [blocks, numbers] each; blocks
+    None. An odd rank decodes: blocks[layer] are those that it set aside in pool, [blocks of the pool,
+    numbers], where the layer's rows go, in their order; layers None. The last of an odd number of
+    ranks has nothing to do: both are None."""
     if layers is not None:
         for layer in layers:
             group.send(layer, group.rank + 1)
