@@ -67,8 +67,8 @@ guess_prefill = 4  # of 16 cards, those that prefill: prompts of 4,000 tokens, a
 # %%
 def decode_layer(x, keys, values, part, group):
     """x: [h], the newest token of a sequence, the same on every rank; keys, values:
-    [kv heads, tokens, d], cached by this rank; part: its rows of q, k, v, gate and up, its columns of o and down, and
-    head_dim, d.
+    [kv heads, tokens, d], cached by this rank; part: its rows of q, k, v, gate and up, its
+    columns of o and down, and head_dim, d.
 
     -> (y [h], keys, values), the latter with the new token behind: [kv heads, tokens + 1, d]."""
     # BEGIN SOLUTION
@@ -145,8 +145,8 @@ load_part = check("sharded-load", load_part)
 # %%
 def next_batch(running, in_flight, stages):
     """The first stage is free. running: sequences that have tokens to write, the one that has
-    waited longest first, those in flight included; in_flight: batches (lists of sequences) inside the
-    pipeline; at most as many as stages.
+    waited longest first, those in flight included; in_flight: batches (lists of sequences) inside
+    the pipeline; at most as many as stages.
 
     -> the list of sequences that start now, longest wait first: as many as may, up to an equal
     share of running for each stage, rounded up. [] if none may."""
@@ -177,8 +177,8 @@ receipts.engine_of_stages(served)
 # %% [markdown]
 # ## 3 · Where a second rank is slower
 #
-# The same engine over emulated links. One step of the target sends 2 L + 1 all-reduces of two rounds each; add the message
-# that tells it, and the row of the sampled token.
+# Your decode layer, four times over, on emulated links. Reading a layer's weights is slept, 100 ms on one rank and 50 on
+# each of two. Two all-reduces a layer have two rounds each, and every round waits for the link's latency.
 
 # %%
 linked = experiments.over_links(decode_layer)

@@ -55,9 +55,9 @@ def hand_over(
     group: Group,
 ) -> None:
     """An even rank prefilled for the odd one behind it: layers, [blocks, numbers] each; blocks
-    None. An odd rank decodes: blocks[layer] are those that it set aside in pool, [blocks of the pool,
-    numbers], where the layer's rows go, in their order; layers None. The last of an odd number of
-    ranks has nothing to do: both are None."""
+    None. An odd rank decodes: blocks[layer] are those that it set aside in pool, [blocks of the
+    pool, numbers], where the layer's rows go, in their order; layers None. The last of an odd
+    number of ranks has nothing to do: both are None."""
     # BEGIN SOLUTION
     if layers is not None:
         for layer in layers:
