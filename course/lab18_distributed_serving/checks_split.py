@@ -22,11 +22,12 @@ from course.kit.receipts import Receipt, receipt, row
 def check_split(learner: Callable) -> Receipt:
     rows = []
     for cards in (2, 8, 16, 3, 5, 12, *(random.randint(3, 40) for _ in range(6))):
-        prompt_s, output = random.uniform(0.02, 0.6), random.randint(20, 800)
-        ttft, most = prompt_s * random.uniform(1.2, 6), random.randint(4, 300)
+        short = not rows  # first prompts so short that one card is more than enough for them
+        prompt_s, output = random.uniform(0.02, 0.6) / (2000 if short else 1), random.randint(20, 800)
+        ttft, most = prompt_s * random.uniform(1.2, 6), random.randint(4, 300) + 100 * short
         fixed, each = random.uniform(0.004, 0.02), random.uniform(1e-5, 4e-4)
         at_limit = random.choice((1, 1, random.randint(1, 400)))  # a step of so many takes the limit, to the last bit
-        tpot = fixed + each * random.choice((at_limit, random.uniform(1.5, 400)))
+        tpot = fixed + each * (50.5 if short else random.choice((at_limit, random.uniform(1.5, 400))))
 
         def step_s(sequences: int, fixed: float = fixed, each: float = each) -> float:
             return fixed + each * sequences

@@ -82,7 +82,7 @@ def draw_links(found: Sequence[Linked]) -> Figure:
         axes.plot([place - 0.32, place + 0.32], [each.predicted * 1e3] * 2, color=PALETTE["black"], linestyle="--",
                   marker="", label="predicted" if place == 0 else None)  # fmt: skip
     axes.axhline(alone.measured * 1e3, color=other.color, label="one rank, measured")
-    names = ["no latency" if not each.link.latency_s else f"{each.link.latency_s * 1e3:g} ms" for each in linked]
+    names = ["no link" if not each.link.latency_s else f"{each.link.latency_s * 1e3:g} ms" for each in linked]
     axes.set(xticks=places, xticklabels=names, xlabel="latency of the emulated link", ylabel="ms per token")
     axes.grid(False, axis="x")
     axes.legend(loc="upper left")

@@ -43,11 +43,11 @@ from course.lab18_distributed_serving import receipts_design as design
 # Write down five guesses; they come back beside the answers.
 
 # %%
-guess_reduces = 80  # all-reduces of one decoded token of Llama 3 70B (80 layers), without the embedding's
-guess_slower = 1.0  # ms of latency of a link on which two ranks decode a small model more slowly than one
+guess_reduces = 80  # all-reduces of a decoded token in the 80 layers of Llama 3 70B
+guess_slower = 1.0  # ms of latency from which two ranks decode more slowly than one, section 3
 guess_megabytes = 100.0  # MB that a prompt of 2,000 tokens of Llama 3 70B hands over
-guess_hidden = 0.5  # share of a hand-over that layers hide, if the link takes half as long as prefill
-guess_prefill = 4  # of 16 cards, those that should only prefill prompts of 4,000 tokens for answers of 250
+guess_hidden = 0.5  # share that layers hide, if the link takes half as long as prefill
+guess_prefill = 4  # of 16 cards, those that prefill: prompts of 4,000 tokens, answers of 250
 
 # %% [markdown]
 # ## 1 · One token, two ranks
@@ -66,8 +66,9 @@ guess_prefill = 4  # of 16 cards, those that should only prefill prompts of 4,00
 
 # %%
 def decode_layer(x, keys, values, part, group):
-    """x: [h], the newest token of a sequence, the same on every rank; keys, values: [kv heads, tokens, d], cached by this
-    rank; part: its rows of q, k, v, gate and up, its columns of o and down, and head_dim, d.
+    """x: [h], the newest token of a sequence, the same on every rank; keys, values:
+    [kv heads, tokens, d], cached by this rank; part: its rows of q, k, v, gate and up, its
+    columns of o and down, and head_dim, d.
 
     -> (y [h], keys, values), the latter with the new token behind: [kv heads, tokens + 1, d]."""
     # BEGIN SOLUTION
@@ -101,10 +102,10 @@ receipts.decode_step(served, guess_reduces)
 
 # %%
 def load_part(file, cuts, kv_heads, rank, world_size):
-    """file.shape(name) -> (rows, columns); file.read(name, rows=slice, columns=slice) reads that part.
-    cuts: {name: kind}; this rank holds of a matrix of kind
-    "rows", "columns": its equal share of them; "whole": all; "kv": rows of its kv heads, and of the same one as its
-    neighbours where there are fewer heads than ranks; "words": ⌈rows / world_size⌉ rows, zeros behind the last word.
+    """file.shape(name) -> (rows, columns); file.read(name, rows=slice, columns=slice) -> that part.
+    cuts: {name: kind}; of a matrix of kind "rows" or "columns" this rank holds its equal share of
+    them; "whole": all; "kv": rows of its kv heads, and of the same one as its neighbours where
+    there are fewer heads than ranks; "words": ⌈rows / world_size⌉ rows, zeros behind the last word.
 
     -> {name: tensor}. Only what this rank holds is read, once."""
     # BEGIN SOLUTION
@@ -143,11 +144,12 @@ load_part = check("sharded-load", load_part)
 
 # %%
 def next_batch(running, in_flight, stages):
-    """The first stage is free. running: sequences that have tokens to write, the one that has waited longest first, those
-    in flight included; in_flight: batches (lists of sequences) inside the pipeline; at most as many as stages.
+    """The first stage is free. running: sequences that have tokens to write, the one that has
+    waited longest first, those in flight included; in_flight: batches (lists of sequences) inside
+    the pipeline; at most as many as stages.
 
-    -> the list of sequences that start now, longest wait first: as many as may, up to an equal share of running for
-    each stage, rounded up. [] if none may."""
+    -> the list of sequences that start now, longest wait first: as many as may, up to an equal
+    share of running for each stage, rounded up. [] if none may."""
     # BEGIN SOLUTION
     if len(in_flight) >= stages:
         return []
@@ -175,8 +177,8 @@ receipts.engine_of_stages(served)
 # %% [markdown]
 # ## 3 · Where a second rank is slower
 #
-# The same engine over emulated links. One step of the target sends 2 L + 1 all-reduces of two rounds each; add the message
-# that tells it, and the row of the sampled token.
+# Your decode layer, four times over, on emulated links. Reading a layer's weights is slept, 100 ms on one rank and 50 on
+# each of two. Two all-reduces a layer have two rounds each, and every round waits for the link's latency.
 
 # %%
 linked = experiments.over_links(decode_layer)
@@ -227,8 +229,8 @@ class DecodeSide:
         # END SOLUTION
 
     def allocate(self, request, attempt, count):
-        """-> a list of count blocks for an attempt to hand the request over; None, and nothing is held, if fewer are free.
-        What an older attempt of the request holds is free first."""
+        """-> a list of count blocks for an attempt to hand the request over; None, and nothing is
+        held, if fewer are free. What an older attempt of the request holds is free first."""
         # BEGIN SOLUTION
         self.give_up(request)
         if count > len(self.free):
@@ -240,8 +242,8 @@ class DecodeSide:
         # END SOLUTION
 
     def arrive(self, request, attempt, index, content):
-        """A message: what the index-th block of the request holds. -> whether the request is whole with it. A message of
-        another attempt, or one that came before, changes nothing."""
+        """A message: what the index-th block of the request holds. -> whether the request is whole
+        with it. A message of another attempt, or one that came before, changes nothing."""
         # BEGIN SOLUTION
         expected, missing = self.missing.get(request, (None, ()))
         if expected != attempt or index not in missing:
@@ -289,7 +291,7 @@ handed = experiments.handover_on_a_clock()
 
 
 def behind_layers():
-    """Prefill and hand-over of eight layers: sent at the end, and each as soon as it is computed."""
+    """Prefill and hand-over of eight layers: sent at the end, and each when it is computed."""
     return figures.draw_handover(handed)
 
 
@@ -336,13 +338,14 @@ receipts.interference(played)
 
 # %%
 def choose_split(cards, prompt_s, step_s, most, output, ttft, tpot):
-    """cards: to divide, at least one to each side; most: sequences that fit on a card that decodes; output: tokens of an
-    answer; ttft, tpot: limits in seconds, of the mean; one card of each kind can meet them.
+    """cards: to divide, at least one to each side; most: sequences that fit on a card that decodes;
+    output: tokens of an answer; ttft, tpot: limits in seconds, of the mean; a card of each kind can
+    meet them.
 
     -> (cards that prefill, requests per second that all sustain)."""
     # BEGIN SOLUTION
     spare = ttft - prompt_s
-    prompts = 2 * spare / (prompt_s**2 + 2 * prompt_s * spare)  # the rate at which the wait takes all that is spare
+    prompts = 2 * spare / (prompt_s**2 + 2 * prompt_s * spare)  # the wait takes all that is spare
     running = max(b for b in range(1, most + 1) if step_s(b) <= tpot)
     answers = running / (output * step_s(running))
 
@@ -384,12 +387,14 @@ receipts.splits(guess_prefill)
 
 # %%
 def verdict(seen):
-    """seen.prompts: {request: tokens}; seen.events, in order: ("step", request, first, count, sampled), tokens first to
-    first + count - 1 were computed and perhaps one sampled; ("preempted", request); ("sending", block), ("sent", block),
-    the link begins and ends to read it; ("freed", block). seen.tokens: by rank, the tokens that it appended; the ranks
-    stopped within two steps of each other.
+    """seen.prompts: {request: tokens}; seen.events, in order: ("step", request, first, count,
+    sampled), tokens first to first + count - 1 were computed and perhaps one sampled; ("preempted",
+    request); ("sending", block), ("sent", block), the link begins and ends to read it; ("freed",
+    block). seen.tokens: by rank, what it appended; the ranks stopped within two steps of
+    each other.
 
-    -> "right", "phases confused after preemption", "blocks freed before they are sent", "rank 1 samples for itself"."""
+    -> "right", "phases confused after preemption", "blocks freed before they are sent",
+       "rank 1 samples for itself"."""
     # BEGIN SOLUTION
     known, computed, reading = dict(seen.prompts), dict.fromkeys(seen.prompts, 0), set()
     for what, *details in seen.events:

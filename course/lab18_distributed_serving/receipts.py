@@ -20,7 +20,7 @@ ANSWERS = answers_of("18_distributed_serving")
 # One engine on two ranks.
 
 
-@titled("the target on 2 ranks: a decode step of one greedy sequence", open_rows=5)
+@titled("the target on 2 ranks: a decode step of one greedy sequence", open_rows=4, show="Llama")
 def decode_step(found: TwoRanks | None = None, guess_reduces: float | None = None) -> Iterator[Row]:
     """P98: what a rank holds and a step sends under tensor parallelism, by formula and by the ledger."""
     found = found or experiments.two_ranks()
@@ -42,7 +42,7 @@ def _message() -> int:
 def engine_of_stages(found: TwoRanks | None = None) -> Iterator[Row]:
     """What a decode step sends under pipeline parallelism."""
     found = found or experiments.two_ranks()
-    yield row("tokens of a plain loop in one process", True, found.pp.ids == found.alone)
+    yield row("greedy tokens: those of one process", True, found.pp.ids == found.alone)
     yield row("bytes to the next stage: h numbers", ranks.hidden_bytes(found.shape, 1), found.pp.hidden, "B")
     yield row("four answers: steps under way", 2, found.flight)
     yield row("collectives", 0, found.pp.all_reduces)
@@ -79,21 +79,22 @@ def over_links(found: list[Linked] | None = None, guess_slower: float | None = N
     rows = []
     for each in found:
         name = "one rank" if each.link is None else f"two ranks, {each.link.latency_s * 1e3:g} ms"
+        name = name.replace(", 0 ms", ", no link")
         rows.append(row(f"{name}: seconds per token", each.predicted, each.measured, "s", 0.25, noisy=True))
     slower = experiments.slower_from() * 1e3
     rows.append(formula("slower than one rank from a latency of (ms)", slower, guess=guess_slower))
-    replicas, split = found[0], found[3]
+    replicas, split = found[0], found[2]
     rows.append(
         row("two replicas: tokens per second", 2 / replicas.predicted, 2 / replicas.measured, "", 0.25, noisy=True)
     )
-    rows.append(row("two ranks of one, 5 ms: the same", 1 / split.predicted, 1 / split.measured, "", 0.25, noisy=True))
-    return receipt("a token over emulated links", rows, open_rows=8)
+    rows.append(row("two ranks of one, 8 ms: the same", 1 / split.predicted, 1 / split.measured, "", 0.25, noisy=True))
+    return receipt("a token over emulated links", rows, open_rows=2, show="24 ms|slower|tokens per second|of one")
 
 
 # Hand-overs.
 
 
-@titled("a prompt of 2,000 tokens", open_rows=4)
+@titled("a prompt of 2,000 tokens", open_rows=2, show="the target")
 def bytes_handed(guess_megabytes: float | None = None) -> Iterator[Row]:
     """P97, by formula and in a cache."""
     for model in ("8B", "70B"):
@@ -128,7 +129,7 @@ def hidden(found: list[Handed] | None = None, guess_hidden: float | None = None)
     name = "layer by layer: hidden share of the transfer"
     rows.append(row(name, share, found[1].hidden, "", 0.15, guess=guess_hidden, noisy=True))
     rows.append(formula("    with Llama 3 70B's 80 layers", handover.hidden_share(80, 1.0, 0.5)))
-    return receipt("8 layers of 20 ms, a link that takes half as long", rows, open_rows=4)
+    return receipt("8 layers of 20 ms, a link that takes half as long", rows, open_rows=3)
 
 
 def interference(found: list[Played] | None = None) -> Table:

@@ -21,7 +21,7 @@ from minillm.comm import Group
 from minillm.measure import ledger
 from minillm.predict import comms
 
-HIDDEN, HEAD, INNER, CACHED = 12, 4, 5, 6  # inner numbers and one kv head with two query heads for each rank
+HIDDEN, HEAD, INNER, CACHED = 12, 4, 5, 6  # of a rank: INNER inner numbers, 1 kv head
 LAYERS, BLOCKS, BLOCK = 3, 2, 8  # of a hand-over: layers, blocks of a request, numbers in a block
 Judged = tuple[int, int, bool]  # bytes sent, collectives or messages, right values
 
@@ -33,8 +33,9 @@ def decode_layer(
     part: dict[str, Tensor],
     group: Group,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x: [h], the same on every rank; keys, values: [kv heads, tokens, d] of this rank; part: its rows of
-    q, k, v, gate and up, its columns of o and down. -> (y [h], keys, values with the new token behind)."""
+    """x: [h], the same on every rank; keys, values: [kv heads, tokens, d] of this rank; part: its
+    rows of q, k, v, gate and up, its columns of o and down.
+    -> (y [h], keys, values with the new token behind)."""
     # BEGIN SOLUTION
     d = keys.shape[-1]
     keys = torch.cat((keys, (part["k"] @ x).view(-1, 1, d)), dim=1)
@@ -47,10 +48,16 @@ def decode_layer(
     # END SOLUTION
 
 
-def hand_over(layers: list[Tensor] | None, blocks: list[list[int]] | None, pool: Tensor, group: Group) -> None:
-    """An even rank prefilled for the odd one behind it: layers, one [blocks, numbers] for each; blocks: None.
-    An odd rank decodes: blocks[layer] are those that it set aside in pool, [blocks of the pool, numbers], where
-    the layer's rows go, in their order; layers: None. The last rank of an odd number has nothing to do."""
+def hand_over(
+    layers: list[Tensor] | None,
+    blocks: list[list[int]] | None,
+    pool: Tensor,
+    group: Group,
+) -> None:
+    """An even rank prefilled for the odd one behind it: layers, [blocks, numbers] each; blocks
+    None. An odd rank decodes: blocks[layer] are those that it set aside in pool, [blocks of the
+    pool, numbers], where the layer's rows go, in their order; layers None. The last of an odd
+    number of ranks has nothing to do: both are None."""
     # BEGIN SOLUTION
     if layers is not None:
         for layer in layers:
@@ -74,22 +81,30 @@ def try_layer(group: Group) -> Judged:
     """One token through a cut layer, beside the whole one in one process."""
     n, rank = group.world_size, group.rank
     q, kv, inner = 2 * n * HEAD, n * HEAD, INNER * n
-    shapes = {"q": (q, HIDDEN), "k": (kv, HIDDEN), "v": (kv, HIDDEN), "o": (HIDDEN, q), "gate": (inner, HIDDEN),
-              "up": (inner, HIDDEN), "down": (HIDDEN, inner)}  # fmt: skip
+    outputs = {"q": q, "k": kv, "v": kv, "gate": inner, "up": inner}
+    shapes = {name: (count, HIDDEN) for name, count in outputs.items()}
+    shapes |= {"o": (HIDDEN, q), "down": (HIDDEN, inner)}
     whole = {name: draw(seed, *shape) / 4 for seed, (name, shape) in enumerate(shapes.items())}
     x, keys, values = draw(20, HIDDEN), draw(21, n, CACHED, HEAD), draw(22, n, CACHED, HEAD)
     columns = ("o", "down")
-    part = {name: each.chunk(n, int(name in columns))[rank].to(group.device) for name, each in whole.items()}
+    part = {name: each.chunk(n, int(name in columns))[rank] for name, each in whole.items()}
+    part = {name: each.to(group.device) for name, each in part.items()}
     given = [each.to(group.device) for each in (x, keys.chunk(n)[rank], values.chunk(n)[rank])]
     with ledger() as led:
         y, new_keys, new_values = decode_layer(*given, part, group)
     right, right_keys, right_values = alone(x, keys, values, whole)
-    pairs = ((y, right), (new_keys, right_keys.chunk(n)[rank]), (new_values, right_values.chunk(n)[rank]))
-    close = all(torch.allclose(found.cpu(), wanted, rtol=1e-9) for found, wanted in pairs)
+    found = (y, new_keys, new_values)
+    wanted = (right, right_keys.chunk(n)[rank], right_values.chunk(n)[rank])
+    close = all(torch.allclose(a.cpu(), b, rtol=1e-9) for a, b in zip(found, wanted, strict=True))
     return led.bytes(), led.calls.total(), close
 
 
-def alone(x: Tensor, keys: Tensor, values: Tensor, layer: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def alone(
+    x: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layer: dict[str, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
     """By torch's own attention, in one process."""
     keys = torch.cat((keys, (layer["k"] @ x).view(-1, 1, HEAD)), 1)
     values = torch.cat((values, (layer["v"] @ x).view(-1, 1, HEAD)), 1)
@@ -110,14 +125,14 @@ def try_hand_over(group: Group) -> Judged:
     prefills = not decodes and group.rank + 1 < group.world_size
     there = pool.to(device, copy=True)
     with ledger() as led:
-        hand_over(
-            [layer.to(device) for layer in layers] if prefills else None, blocks if decodes else None, there, group
-        )
+        sent = [layer.to(device) for layer in layers] if prefills else None
+        hand_over(sent, blocks if decodes else None, there, group)
     wanted = pool.clone()
     if decodes:
         for ids, rows in zip(blocks, layers, strict=True):
             wanted[ids] = rows
-    return led.bytes(), sum(event.messages for event in led.events), torch.equal(there.cpu(), wanted)
+    messages = sum(event.messages for event in led.events)
+    return led.bytes(), messages, torch.equal(there.cpu(), wanted)
 
 
 PARTS = {"decode layer": try_layer, "hand-over": try_hand_over}
@@ -132,13 +147,13 @@ def judge(name: str, ranks: list[Judged]) -> Iterator[Row]:
     n = len(ranks)
     sent, calls, right = zip(*ranks, strict=True)
     if name == "decode layer":
-        yield row(
-            f"{name}: bytes sent by all ranks", 2 * comms.ring_all_reduce(HIDDEN, 8, n).total_bytes, sum(sent), "B"
-        )
+        total = 2 * comms.ring_all_reduce(HIDDEN, 8, n).total_bytes
+        yield row(f"{name}: bytes sent by all ranks", total, sum(sent), "B")
         yield row(f"{name}: all-reduces", 2, max(calls))
         yield row(f"{name}: as in one process, on every rank", True, all(right))
     else:
-        yield row(f"{name}: bytes sent by all ranks", n // 2 * LAYERS * BLOCKS * BLOCK * 8, sum(sent), "B")
+        total = n // 2 * LAYERS * BLOCKS * BLOCK * 8
+        yield row(f"{name}: bytes sent by all ranks", total, sum(sent), "B")
         yield row(f"{name}: in the blocks set aside, and nowhere else", True, all(right))
 
 
