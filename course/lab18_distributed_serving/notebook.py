@@ -273,6 +273,14 @@ class DecodeSide:
 DecodeSide = check("hand-over", DecodeSide)
 
 # %% [markdown]
+# In minillm's engine `PrefillPool.spawn(FOLDER)` starts ranks that prefill, and `LLM(model, prefill=pool)` allocates, asks, and
+# goes on as after a hit in the prefix cache. The prompt's last token is computed where it decodes, which samples. From a
+# shell: `serve --prefill 1 --decode 1`.
+
+# %%
+receipts.from_a_pool()
+
+# %% [markdown]
 # ### Behind the layers
 #
 # The first layer's keys are final when the second layer begins. Sent then, they travel while the rest is computed. Two ranks,
@@ -455,7 +463,7 @@ receipts.where_the_split_loses()
 # |---|---|---|
 # | tensor parallelism | `serve --tp 2` | vLLM `--tensor-parallel-size 2`, SGLang `--tp-size 2` |
 # | stages | `serve --pp 2` | vLLM `--pipeline-parallel-size 2` |
-# | prefill and decode apart | exercises 4 and 5 | vLLM: two instances and a KV connector, [experimental in 0.9.0](https://docs.vllm.ai/en/v0.9.0/features/disagg_prefill.html); SGLang `--disaggregation-mode prefill`, and `decode` |
+# | prefill and decode apart | `serve --prefill 1 --decode 1` | vLLM: two instances and a KV connector, [experimental in 0.9.0](https://docs.vllm.ai/en/v0.9.0/features/disagg_prefill.html); SGLang `--disaggregation-mode prefill`, and `decode` |
 # | who carries keys | `Group`, point to point | [NIXL](https://github.com/ai-dynamo/nixl), [Mooncake's transfer engine](https://github.com/kvcache-ai/Mooncake); [SGLang has both](https://docs.sglang.io/docs/advanced_features/pd_disaggregation) |
 # | who allocates first | the side that decodes | the same: [Dynamo 0.7.1](https://docs.nvidia.com/dynamo/v-0-7-1/design-docs/architecture-flow) allocates blocks on the decode worker, then queues the prefill with their ids |
 # | which cards | `plan --serve --rate R` | profiled beforehand, as DistServe's placement is |

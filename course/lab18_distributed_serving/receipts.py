@@ -5,7 +5,7 @@ from functools import partial
 
 from course.kit.answers import answers_of
 from course.kit.receipts import Receipt, Row, formula, receipt, row, titled
-from course.lab18_distributed_serving import experiments, formulas
+from course.lab18_distributed_serving import experiments, experiments_pool, formulas
 from course.lab18_distributed_serving import experiments_breaks as breaks
 from course.lab18_distributed_serving.experiments import Handed, Linked, Played, TwoRanks
 from course.lab18_distributed_serving.pipeline import Trace, play
@@ -106,6 +106,18 @@ def bytes_handed(guess_megabytes: float | None = None) -> Iterator[Row]:
     shape, tokens, held = experiments.slots_of_a_prompt()
     predicted = handover.handed_bytes(shape, tokens, itemsize=4)
     yield row(f"the target: slots of {tokens} tokens in an engine's pool", predicted, held, "B")
+
+
+@titled("200 tokens, prefilled by a pool in a process of its own", open_rows=4)
+def from_a_pool() -> Iterator[Row]:
+    """P97 in the engine: what arrives, when it leaves, and the tokens."""
+    found = experiments_pool.with_a_pool()
+    received = experiments_pool.PROMPT - 1
+    yield row("tokens of a plain loop in one process", True, found.ids == found.alone)
+    yield row("tokens whose keys arrive: all but the last", received, found.received)
+    handed = handover.handed_bytes(found.shape, received, itemsize=4)
+    yield row("bytes of keys and values", handed, sum(found.layers), "B")
+    yield row("the first layer leaves before the last is computed", True, found.early, noisy=True)
 
 
 def hidden(found: list[Handed] | None = None, guess_hidden: float | None = None) -> Receipt:
@@ -209,4 +221,15 @@ def verdicts() -> Receipt:
     )
 
 
-CLAIMS = (decode_step, engine_of_stages, stages, over_links, bytes_handed, hidden, prompts_interfere, splits, verdicts)
+CLAIMS = (
+    decode_step,
+    engine_of_stages,
+    stages,
+    over_links,
+    bytes_handed,
+    from_a_pool,
+    hidden,
+    prompts_interfere,
+    splits,
+    verdicts,
+)
