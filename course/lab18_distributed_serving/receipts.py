@@ -113,7 +113,7 @@ def from_a_pool() -> Iterator[Row]:
     """P97 in the engine: what arrives, when it leaves, and the tokens."""
     found = experiments_pool.with_a_pool()
     received = experiments_pool.PROMPT - 1
-    yield row("tokens of a plain loop in one process", True, found.ids == found.alone)
+    yield row("tokens beside a pool, and those of a plain loop", True, found.ids == found.alone)
     yield row("tokens whose keys arrive: all but the last", received, found.received)
     handed = handover.handed_bytes(found.shape, received, itemsize=4)
     yield row("bytes of keys and values", handed, sum(found.layers), "B")

@@ -65,7 +65,7 @@ def wrong_commands(text: str) -> list[str]:
             wrong.append(f"no command {unknown}")
             continue
         known = frozenset().union(*map(options_of, commands))
-        wrong += [f"{commands} has no {o}" for o in re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest) if o not in known]
+        wrong += [f"{commands} has no {o}" for o in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", rest) if o not in known]
         bench = re.match(r" ([a-z-]+)", rest) if commands == ["bench"] else None
         wrong += [f"no bench {bench[1]}"] if bench and bench[1] not in BENCHES else []
     return wrong

@@ -75,9 +75,10 @@ LATE_COPY = Fault(
     shipped=("xLLM-AI/xllm#1984",),
 )
 MOVE, PASS = "    self._move_blocks(step.moves)\n", "    outputs = self._forward(step, before)\n"
+MOVES_ALONE = "    if not len(step.tokens):\n        self._sampled = before\n        return StepOutputs()\n"
 MOVED_AFTER = Fault(
     "minillm.serve.run.model_runner:Runner.execute",
-    {MOVE + PASS: PASS + MOVE},
+    {MOVE + MOVES_ALONE + PASS: MOVES_ALONE + PASS + MOVE},
     place="runner, the order of a step",
     mechanism="blocks move after the pass, which has written into them by then",
     shipped=("vllm-project/vllm#52360",),
