@@ -181,10 +181,13 @@ LEFT_TOO_LATE = Exhibit(
             "What leaves is saved in time now, and what comes back arrives after the pass that needed it.",
             (
                 {
-                    faults.MOVE + faults.PASS: (
+                    faults.MOVE + faults.MOVES_ALONE + faults.PASS: (
                         "    out = step.moves[step.moves[:, 0] == TO_HOST]\n"
                         "    back = step.moves[step.moves[:, 0] != TO_HOST]\n"
-                        "    self._move_blocks(out)\n" + faults.PASS + "    self._move_blocks(back)\n"
+                        "    self._move_blocks(out)\n"
+                        + faults.MOVES_ALONE
+                        + faults.PASS
+                        + "    self._move_blocks(back)\n"
                     )
                 },
             ),
@@ -195,10 +198,13 @@ LEFT_TOO_LATE = Exhibit(
             "this very step.",
             (
                 {
-                    faults.MOVE + faults.PASS: (
+                    faults.MOVE + faults.MOVES_ALONE + faults.PASS: (
                         "    out = step.moves[step.moves[:, 0] == TO_HOST]\n"
                         "    back = step.moves[step.moves[:, 0] != TO_HOST]\n"
-                        "    self._move_blocks(back)\n" + faults.PASS + "    self._move_blocks(out)\n"
+                        "    self._move_blocks(back)\n"
+                        + faults.MOVES_ALONE
+                        + faults.PASS
+                        + "    self._move_blocks(out)\n"
                     )
                 },
             ),
