@@ -109,9 +109,7 @@ def _program(its: Exhibit, seed: int) -> str:
     configs = {"ranks": scene.config(seed), "alone": scene.alone(seed)}
     names = ("seq_len", "batch_size", "accumulate", "steps", "lr", "warmup_steps", "seed")
     settings = {name: ", ".join(f"{key}={getattr(config, key)!r}" for key in names) for name, config in configs.items()}
-    return _RUN.format(
-        seed=seed, layout=repr(scene.layout), model=repr(scene.model), text=inspect.getsource(text), **settings
-    )
+    return _RUN.format(seed=seed, layout=repr(scene.layout), model=repr(scene.model), text=_plain(text), **settings)
 
 
 def _task(its: Exhibit, record: Record) -> str:
@@ -184,3 +182,9 @@ def _write_log(path: Path, record: Record) -> None:
 
 def _wrapped(paragraph: str) -> str:
     return "\n".join(textwrap.wrap(paragraph, 120))
+
+
+def _plain(function) -> str:
+    """A function's source without decorators: ranks are sent a function of the script, not a cache of one."""
+    source = inspect.getsource(function)
+    return source[source.index("def ") :]
