@@ -11,6 +11,7 @@ from minillm.data import Tokenizer, corpus, tokenize
 from minillm.model import ModelConfig, Transformer, load_hf
 from minillm.model.generate import folder_of, generate
 from minillm.quantize import Int, QuantizedLinear, Settings, nbytes, quantize, quantize_head
+from minillm.quantize.head import HeadInCodes
 from minillm.quantize.quality import compare
 from minillm.serve import LLM, SamplingParams
 
@@ -62,18 +63,22 @@ def test_of_the_committed_target_it_changes_a_byte_by_less_than_a_thousandth():
     assert abs(after.bits_per_byte / before.bits_per_byte - 1) < 1e-3
 
 
-def test_the_engine_and_the_command_have_the_tokens_of_the_plain_loop(capsys):
+def test_the_engine_and_the_command_have_the_tokens_of_the_plain_loop(capsys, monkeypatch):
     folder = folder_of("target")
     model = load_hf(folder, dtype=torch.float32)
     quantize_head(model)
     llm = LLM.load(folder, device="cpu", int8_head=True)
+    assert isinstance(llm.model.head_logits, HeadInCodes)
     prompt = llm.tokenizer.encode("class A")
     expected = list(generate(model, prompt, 12))
     [output] = llm.generate([prompt], SamplingParams(max_tokens=12))
     assert [token.id for token in output.answers[0].tokens] == expected
+    made, forward = [], HeadInCodes.forward
+    monkeypatch.setattr(HeadInCodes, "forward", lambda self, *given: made.append(1) or forward(self, *given))
     options = ["--max-new-tokens", "12", "--temperature", "0", "--int8-head"]
     assert run(["generate", "class A", *options]) == 0
     assert capsys.readouterr().out == f"class A{llm.tokenizer.decode(expected)}\n"
+    assert len(made) == 12  # a pass for each token
 
 
 def test_refusals(capsys):
