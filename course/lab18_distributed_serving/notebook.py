@@ -284,7 +284,7 @@ receipts.from_a_pool()
 # ### Behind the layers
 #
 # The first layer's keys are final when the second layer begins. Sent then, they travel while the rest is computed. Two ranks,
-# eight layers that take 20 ms each, on an emulated link that takes half as long:
+# eight layers that take 20 ms each (slept), on an emulated link that takes half as long:
 
 # %%
 handed = experiments.handover_on_a_clock()

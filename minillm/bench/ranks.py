@@ -4,7 +4,8 @@
     pp 2    half of the layers on each: a token waits as long as before, and two batches are under way
 
     predicted   tp   seconds alone · (bytes of a rank's weights / of all) + all-reduces · seconds of one such
-                pp   seconds alone · larger stage's bytes / all, where batches fill both stages; else seconds alone
+                pp   each half of the sequences reads a stage's weights for itself, so for all of them
+                     2 · seconds alone of half of them · larger stage's bytes / all; of one sequence, seconds alone
 
 "alone" is the same engine on rank 0, while rank 1 waits for a message. Both give the same greedy tokens before anything
 is timed. Where ranks share cores or a memory bus, all of them wait for it, which no prediction here knows.
@@ -61,13 +62,19 @@ def measure(group: Group, size: int, pp: int, repeats: int) -> dict[int, tuple[C
                 *(seconds_per_call(lambda e=each, p=prompts: answers(e, p)) for each in (llm, one)),
                 repeats=repeats,
             )
-            share = share_of_weights(config, pp, count)
+            expected = [theirs for _, theirs in measured.pairs]
+            if pp > 1 and count > 1:
+                half = seconds_per_call(lambda p=prompts[: count // pp]: answers(one, p))
+                expected = [pp * half() for _ in measured.pairs]
             waits = number_of_calls(config, count) * reduces[count] * NEW if pp == 1 else 0.0
-            pairs = tuple((ours, theirs * share + waits) for ours, theirs in measured.pairs)
+            share = share_of_weights(config, pp, count)
+            pairs = tuple(
+                (ours, share * each + waits) for (ours, _), each in zip(measured.pairs, expected, strict=True)
+            )
             found[count] = measured, Comparison(measured.correct, pairs)
         return found
 
-    options = {"num_blocks": BLOCKS, "max_num_seqs": max(SEQUENCES) // pp}
+    options = {"num_blocks": BLOCKS, "max_num_seqs": max(SEQUENCES)}  # of all stages together
     return over_ranks(group, model, use, pp=pp, **options)
 
 
@@ -77,7 +84,8 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def share_of_weights(config: ModelConfig, pp: int, sequences: int) -> float:
-    """Of the seconds of one rank: the part that a step takes, of the longer stage where both have a batch."""
+    """Of all weights: what a rank reads for a step, of two stages the longer one; of one sequence, which passes both
+    stages, all."""
     if pp == 1:
         return weight_bytes(config, 2, 4) / weight_bytes(config, 1, 4)
     if sequences == 1:

@@ -8,7 +8,6 @@ Each side may be cut over any number of ranks, and a decode rank asks each prefi
 Where several ranks of a side hold the same head, one of them sends it.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 
@@ -16,6 +15,7 @@ import torch
 
 from minillm.model import ModelConfig, Transformer
 from minillm.model.paged import PagedCache
+from minillm.predict.serving import handover
 from minillm.serve.transfer.rows import kept_as
 
 COMPARED = {  # field -> how a refusal calls it
@@ -65,20 +65,12 @@ class Layout:
 
     def heads_of(self, rank: int) -> range:
         """The kv heads that a rank holds."""
-        parts = min(self.ranks, self.kv_heads)
-        size, part = self.kv_heads // parts, rank * parts // self.ranks
-        return range(part * size, (part + 1) * size)
+        return handover.heads_of(self.kv_heads, self.ranks, rank)
 
-    def sources(self, rank: int, other: "Layout") -> Iterator[tuple[int, range]]:
+    def sources(self, rank: int, other: "Layout") -> list[tuple[int, range]]:
         """(rank of the other side, the heads it sends) for what a rank of this side needs."""
-        mine, parts = self.heads_of(rank), min(other.ranks, other.kv_heads)
-        copies = other.ranks // parts
-        for part in range(parts):
-            holder = part * copies + rank % copies
-            theirs = other.heads_of(holder)
-            both = range(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
-            if both:
-                yield holder, both
+        routes = handover.routes(self.kv_heads, other.ranks, self.ranks)
+        return [(sender, heads) for sender, receiver, heads in routes if receiver == rank]
 
 
 def digest_of(model: Transformer) -> str:

@@ -204,18 +204,15 @@ def test_every_head_comes_once(ranks, kv_heads):
 
 def test_heads_are_those_that_the_layers_are_cut_by():
     from minillm.parallel.tensor_parallel.plan import part_of
+    from minillm.parallel.tensor_parallel.quantized import shard_of
 
     for kv_heads, ranks in itertools.product([1, 2, 4], [1, 2, 4]):
         config = replace(CONFIG, num_heads=4, num_kv_heads=kv_heads)
         for rank in range(ranks):
-            part = part_of(config, "blocks.0.attention.k_proj.weight", rank, ranks)
-            part = getattr(part, "part", part)
-            index = getattr(part, "index", None)
+            part = shard_of(part_of(config, "blocks.0.attention.k_proj.weight", rank, ranks))
+            size = kv_heads // part.num_shards
             mine = Layout(2, kv_heads, 8, "", "", ranks).heads_of(rank)
-            parts = min(ranks, kv_heads)
-            assert len(mine) == kv_heads // parts
-            if index is not None:
-                assert mine.start == index * kv_heads // parts
+            assert mine == range(part.index * size, (part.index + 1) * size)
 
 
 @pytest.mark.parametrize("kv_format", [None, *KV_FORMATS.values()])
