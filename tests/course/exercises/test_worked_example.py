@@ -16,7 +16,7 @@ LAST_CELL = "# %%\nfinish("
 
 
 def run(clone, *command):
-    variables = os.environ | {"PYTHONPATH": str(clone), "PYTHONDONTWRITEBYTECODE": "1"}
+    variables = os.environ | {"PYTHONPATH": str(clone), "PYTHONDONTWRITEBYTECODE": "1", "MINILLM_PROOF": "all"}
     return subprocess.run([sys.executable, *command], cwd=clone, env=variables, capture_output=True, text=True)
 
 
@@ -42,7 +42,7 @@ def test_the_exercise_of_contributing_is_made_as_it_says(clone):
             assert file.read_text().count(LAST_CELL) == 1
             text = file.read_text().replace(LAST_CELL, f"{text.strip()}\n\n{LAST_CELL}")
         file.write_text(text)
-    commands = re.findall(r"^    (python -m |pytest )(.*?)(?:  #.*)?$", section, re.MULTILINE)
+    commands = re.findall(r"^    (python -m |MINILLM_PROOF=all pytest )(.*?)(?:  #.*)?$", section, re.MULTILINE)
     assert len(commands) == 3
     done = run(clone, "-m", *commands[0][1].split(), "--root", str(clone))
     assert done.returncode == 0, done.stdout + done.stderr
