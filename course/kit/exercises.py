@@ -170,11 +170,13 @@ def alternative(exercise: str, label: str, edits: dict[str, str] | None = None) 
 
 def find(name: str) -> Exercise:
     """The exercise called `name`, importing lab modules until it turns up (first those whose text names it)."""
+    if name in _exercises:
+        return _exercises[name]
     for module in sorted(_modules("checks"), key=lambda module: not _mentions(module, name)):
+        import_module(module)
         if name in _exercises:
             break
-        import_module(module)
-    if name not in _exercises:
+    else:
         close = difflib.get_close_matches(name, _exercises, n=3, cutoff=0.4)
         raise ValueError(f"no exercise is called '{name}'; {_suggest(close or sorted(_exercises))}")
     return _exercises[name]

@@ -16,6 +16,7 @@ course/labNN_topic/torchrun.py into the scripts of labs/torchrun/ and solutions/
 import hashlib
 import re
 from collections.abc import Collection
+from functools import lru_cache
 from pathlib import Path
 
 import jupytext
@@ -100,10 +101,14 @@ def _rewrite(source: str, where: str, *, keep: bool) -> str:
 
 def _read(master: Path) -> list[NotebookNode]:
     """The master's cells with ids that depend on nothing but their source."""
-    text, seen = master.read_text(encoding="utf-8"), {}
-    cells = jupytext.reads(text, fmt="py:percent").cells
+    return _parsed(name_of(master), master.read_text(encoding="utf-8"))
+
+
+@lru_cache(maxsize=64)  # more than there are labs; what is derived from the cells is new each time
+def _parsed(name: str, text: str) -> list[NotebookNode]:
+    seen, cells = {}, jupytext.reads(text, fmt="py:percent").cells
     for cell in cells:
-        digest = hashlib.sha1(f"{name_of(master)}\n{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
+        digest = hashlib.sha1(f"{name}\n{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
         seen[digest] = seen.get(digest, 0) + 1
         cell["id"] = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
     return cells

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from course.kit import course, exercises, masters
+from course.kit import exercises, masters
 from course.kit.exercises import Answer, Edits
 from course.lab24_interview import tasks, wording
 
@@ -46,10 +46,10 @@ def bug(name: str) -> Bug:
         raise ValueError(f"no mistake of {exercise!r} is called {label!r}")
     whole = tasks.task(exercise)
     given, _, _ = whole.stub.partition(tasks.YOURS)
-    lab = course.masters(course.home())[exercises.find(exercise).lab]
+    notebook, _ = tasks.notebooks(exercises.find(exercise).lab)
     code = _wrong_cell(answer)
     body, _ = tasks.before_check(code, exercise)
-    first = next(cell.source for cell in masters.lab(lab).cells if cell.cell_type == "code")
+    first = next(cell.source for cell in notebook.cells if cell.cell_type == "code")
     known = set(given.split("\n"))
     needed = [line for line in tasks.imports_of(first, [body], "") if line not in known]
     heading = wording.as_comment(f"{name.partition('/')[0]}: one mistake\n\n{whole.statement}")
@@ -72,8 +72,8 @@ def _is_shown(answer: Answer) -> bool:
 
 @cache
 def _solved_cell(exercise: str) -> str:
-    master = course.masters(course.home())[exercises.find(exercise).lab]
-    return next(cell.source for cell in masters.solution(master).cells if exercise in masters.checked(cell))
+    _, solved = tasks.notebooks(exercises.find(exercise).lab)
+    return next(cell.source for cell in solved.cells if exercise in masters.checked(cell))
 
 
 def _wrong_cell(answer: Answer) -> str:

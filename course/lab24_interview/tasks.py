@@ -8,9 +8,12 @@ is the candidate's to know: the file has torch and what its own text names.
 import ast
 import io
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from nbformat import NotebookNode
 
 from course.kit import course, exercises, masters
 from course.kit.answers import checked_exercise, names_of
@@ -116,11 +119,17 @@ class Task:
         return Result(False, " ".join(part for part in (outcome.message, hint) if part))
 
 
+@cache
+def notebooks(lab: str) -> tuple[NotebookNode, NotebookNode]:
+    """The lab as handed out and solved: many tasks and bugs come from each."""
+    master = course.masters(course.home())[lab]
+    return masters.lab(master), masters.solution(master)
+
+
 def task(name: str) -> Task:
     """The task of an exercise. ValueError for one that no lab has."""
     exercise = exercises.find(name)
-    master = course.masters(course.home())[exercise.lab]
-    notebook, answers = masters.lab(master), masters.solution(master)
+    notebook, answers = notebooks(exercise.lab)
     source = next(cell.source for cell in notebook.cells if name in masters.checked(cell))
     right = next(place for place, cell in enumerate(answers.cells) if name in masters.checked(cell))
     before = [cell.source for cell in answers.cells[:right] if cell.cell_type == "code"]
