@@ -17,7 +17,7 @@ import torch.distributed as dist
 from minillm.comm.backends.cpu import CpuBackend
 from minillm.comm.backends.native import NativeBackend
 from minillm.comm.diagnostics.mismatch import MismatchCheck
-from minillm.comm.operands import Scratch, check_splits, part_shape
+from minillm.comm.operands import Scratch, checked_splits, part_shape
 from minillm.comm.operation import Current, Operation, Work
 from minillm.comm.ranks import Ranks
 from minillm.comm.world import TORCH_TIMEOUT_S, World, backend_name, world_around
@@ -104,21 +104,17 @@ class Group(Ranks):
 
         input_splits[j]: rows that go to rank j; output_splits[i]: rows that come from rank i; None: equal parts.
         """
-        check_splits(x, self.world_size, output_splits, input_splits)
-        rows_from = None if output_splits is None else list(output_splits)
-        rows_to = None if input_splits is None else list(input_splits)
-        operation = self._operation("all_to_all", x, same_shape=rows_from is None and rows_to is None)
-        return self._backend.all_to_all(operation, x, (rows_from, rows_to), async_op)
+        splits = checked_splits(x, self.world_size, output_splits, input_splits)
+        operation = self._operation("all_to_all", x, same_shape=splits == (None, None))
+        return self._backend.all_to_all(operation, x, splits, async_op)
 
     def barrier(self) -> None:
         """Return when every rank of the group has called it."""
-        operation = self._operation("barrier", _NOTHING, blocks=True)
-        self._backend.barrier(operation)
+        self._backend.barrier(self._operation("barrier", _NOTHING, blocks=True))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank gets the list of all ranks' (small, picklable) values, in rank order."""
-        operation = self._operation("gather_objects", _NOTHING, blocks=True)
-        return self._backend.gather_objects(operation, value)
+        return self._backend.gather_objects(self._operation("gather_objects", _NOTHING, blocks=True), value)
 
     def run(
         self,
