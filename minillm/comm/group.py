@@ -19,7 +19,7 @@ from minillm.comm.backends.native import NativeBackend
 from minillm.comm.diagnostics.mismatch import MismatchCheck
 from minillm.comm.operands import Scratch, checked_splits, part_shape
 from minillm.comm.operation import Current, Operation, Work
-from minillm.comm.ranks import Ranks
+from minillm.comm.ranks import NOTHING, Ranks
 from minillm.comm.world import TORCH_TIMEOUT_S, World, backend_name, world_around
 from minillm.measure.ledger import new_event
 
@@ -44,7 +44,7 @@ class Group(Ranks):
             self._backend = CpuBackend(self)
         elif self.rank >= 0:
             self._backend = NativeBackend(process_group, self.device)
-        self.cuts_messages = self._backend is not None and self._backend.cuts_messages
+        self.cuts_messages = self.backend == "gloo" and world.egress is None  # each piece would pay a link's latency
         world.kept.append(self)
 
     @classmethod
@@ -110,11 +110,13 @@ class Group(Ranks):
 
     def barrier(self) -> None:
         """Return when every rank of the group has called it."""
-        self._backend.barrier(self._operation("barrier", _NOTHING, blocks=True))
+        operation = self._operation("barrier", NOTHING, blocks=True)
+        self._backend.barrier(operation)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank gets the list of all ranks' (small, picklable) values, in rank order."""
-        return self._backend.gather_objects(self._operation("gather_objects", _NOTHING, blocks=True), value)
+        operation = self._operation("gather_objects", NOTHING, blocks=True)
+        return self._backend.gather_objects(operation, value)
 
     def run(
         self,
@@ -154,6 +156,3 @@ class Group(Ranks):
         launches = self._backend.launches and not blocks
         self._num_operations += 1
         return Operation(self._check, self._current, self.ordinal, self._num_operations, text, event, launches)
-
-
-_NOTHING = torch.empty(0)

@@ -34,7 +34,7 @@ TAGS = 1_000_000  # how many tags there are; those of an operation's messages fo
 class CpuBackend:
     """Carries out the operations of a group.
 
-    cuts_messages: whether rings send a large tensor in pieces. launches: whether an operation goes on after its call.
+    launches: whether an operation goes on after its call.
     ranks_per_node: of an emulated topology where all-reduces are to have two levels; else 1.
     """
 
@@ -42,7 +42,6 @@ class CpuBackend:
 
     def __init__(self, group: Communicator) -> None:
         self.group, world = group, group.world
-        self.cuts_messages = world.egress is None  # on an emulated link each piece would pay its latency
         links = world.egress and world.egress.links
         neighbours = links.neighbours(group.ranks) if getattr(links, "two_level", False) else 1
         self.ranks_per_node = neighbours if neighbours < group.world_size else 1

@@ -35,7 +35,6 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 class NativeBackend:
     """process_group: on `device`; its rules are NCCL's."""
 
-    cuts_messages = False  # torch does that itself
     launches = True
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
