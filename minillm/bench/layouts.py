@@ -16,11 +16,9 @@ import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
@@ -30,8 +28,7 @@ from minillm.bench.shapes import SHAPES
 from minillm.comm import Group, launch
 from minillm.data import Tokens
 from minillm.measure import machine
-from minillm.model import ModelConfig, MoEConfig, transformer
-from minillm.parallel.tensor_parallel import parallelize
+from minillm.model import ModelConfig, MoEConfig
 from minillm.predict.model import causal_context, training_flops
 from minillm.predict.training.memory import training_step
 from minillm.train import TrainConfig, Trainer
@@ -125,9 +122,8 @@ def measure(
     on_gpu, device = group.device.type == "cuda", group.device
     seconds, tokens = [], random_tokens(model.vocab_size, seq_len)
     with (
-        drawn_on(device),
         make_strategy(group, layout) as parallel,
-        Trainer(config, tokens, device=device, parallel=parallel, workers=0) as trainer,
+        Trainer(config, tokens, device=device, parallel=parallel, workers=0, base=DrawnOn(device)) as trainer,
     ):
         for number in range(WARM_UP + repeats):
             group.barrier()
@@ -144,21 +140,18 @@ def measure(
     return Measured(seconds[WARM_UP:], step.tokens, step.loss, peak, hidden)
 
 
-@contextmanager
-def drawn_on(device: torch.device) -> Iterator[None]:
-    """Inside, models draw their weights on the device: on the CPU, the same on every machine, a billion takes a rank
-    half a minute. Ranks on GPUs of one kind still begin alike."""
+@dataclass(frozen=True)
+class DrawnOn:
+    """A `base` that draws weights on the device: on the CPU, which draws them alike on every machine, a billion takes a
+    rank half a minute. Ranks on GPUs of one kind still begin alike."""
 
-    def draw(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    device: torch.device
+
+    def draw(self, config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shape, device=device)
-        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + seed)
-        return torch.empty(shape, device=device).normal_(0, config.init_std, generator=generator)
-
-    with ExitStack() as stack:
-        for module in (transformer, parallelize):
-            stack.enter_context(mock.patch.object(module, "initial", draw))
-        yield
+            return torch.ones(shape, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + seed)
+        return torch.empty(shape, device=self.device).normal_(0, config.init_std, generator=generator)
 
 
 def random_tokens(vocab_size: int, seq_len: int) -> Tokens:

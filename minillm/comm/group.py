@@ -17,9 +17,9 @@ import torch.distributed as dist
 from minillm.comm.backends.cpu import CpuBackend
 from minillm.comm.backends.native import NativeBackend
 from minillm.comm.diagnostics.mismatch import MismatchCheck
-from minillm.comm.operands import Scratch, check_splits, part_shape
+from minillm.comm.operands import Scratch, checked_splits, part_shape
 from minillm.comm.operation import Current, Operation, Work
-from minillm.comm.ranks import Ranks
+from minillm.comm.ranks import NOTHING, Ranks
 from minillm.comm.world import TORCH_TIMEOUT_S, World, backend_name, world_around
 from minillm.measure.ledger import new_event
 
@@ -44,7 +44,7 @@ class Group(Ranks):
             self._backend = CpuBackend(self)
         elif self.rank >= 0:
             self._backend = NativeBackend(process_group, self.device)
-        self.cuts_messages = self._backend is not None and self._backend.cuts_messages
+        self.cuts_messages = self.backend == "gloo" and world.egress is None  # each piece would pay a link's latency
         world.kept.append(self)
 
     @classmethod
@@ -104,20 +104,18 @@ class Group(Ranks):
 
         input_splits[j]: rows that go to rank j; output_splits[i]: rows that come from rank i; None: equal parts.
         """
-        check_splits(x, self.world_size, output_splits, input_splits)
-        rows_from = None if output_splits is None else list(output_splits)
-        rows_to = None if input_splits is None else list(input_splits)
-        operation = self._operation("all_to_all", x, same_shape=rows_from is None and rows_to is None)
-        return self._backend.all_to_all(operation, x, (rows_from, rows_to), async_op)
+        splits = checked_splits(x, self.world_size, output_splits, input_splits)
+        operation = self._operation("all_to_all", x, same_shape=splits == (None, None))
+        return self._backend.all_to_all(operation, x, splits, async_op)
 
     def barrier(self) -> None:
         """Return when every rank of the group has called it."""
-        operation = self._operation("barrier", _NOTHING, blocks=True)
+        operation = self._operation("barrier", NOTHING, blocks=True)
         self._backend.barrier(operation)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank gets the list of all ranks' (small, picklable) values, in rank order."""
-        operation = self._operation("gather_objects", _NOTHING, blocks=True)
+        operation = self._operation("gather_objects", NOTHING, blocks=True)
         return self._backend.gather_objects(operation, value)
 
     def run(
@@ -158,6 +156,3 @@ class Group(Ranks):
         launches = self._backend.launches and not blocks
         self._num_operations += 1
         return Operation(self._check, self._current, self.ordinal, self._num_operations, text, event, launches)
-
-
-_NOTHING = torch.empty(0)

@@ -54,20 +54,20 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def part_shape(x: torch.Tensor, world_size: int, op: str) -> tuple[int, ...]:
+def part_shape(x: torch.Tensor, world_size: int, op: str) -> torch.Size:
     """Shape of one rank's part of x, cut along dimension 0."""
     if x.dim() == 0 or x.shape[0] % world_size:
         raise ValueError(
             f"{op} cuts dimension 0 of a {list(x.shape)} tensor into {world_size} equal parts, which does not "
             f"work out: pad it, or use ring_{op} for any size"
         )
-    return (x.shape[0] // world_size, *x.shape[1:])
+    return torch.Size((x.shape[0] // world_size, *x.shape[1:]))
 
 
-def check_splits(
+def checked_splits(
     x: torch.Tensor, world_size: int, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
-) -> None:
-    """ValueError unless an all-to-all of x can have these splits."""
+) -> tuple[list[int] | None, list[int] | None]:
+    """Both as lists; ValueError unless an all-to-all of x can have these splits."""
     if output_splits is None or input_splits is None:
         part_shape(x, world_size, "all_to_all")
     for what, sizes in (("output_splits", output_splits), ("input_splits", input_splits)):
@@ -75,6 +75,7 @@ def check_splits(
             raise ValueError(f"{what} {list(sizes)} must be the rows, 0 or more, of each of {world_size} ranks")
     if input_splits is not None and sum(input_splits) != len(x):
         raise ValueError(f"input_splits {list(input_splits)} make {sum(input_splits)} rows, but x has {len(x)}")
+    return tuple(None if splits is None else list(splits) for splits in (output_splits, input_splits))
 
 
 def gather_output(x: torch.Tensor, world_size: int, out: torch.Tensor | None) -> torch.Tensor:

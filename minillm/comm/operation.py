@@ -10,7 +10,6 @@ until `complete` is called. Nothing in the block is recorded for backward; a bac
 
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,7 +22,6 @@ from minillm.comm.errors import WaitedTooLongError
 from minillm.measure.clock import Moment
 from minillm.measure.ledger import Event
 
-TAGS = 1_000_000  # how many tags there are; an operation's follows from its number and text
 Message = tuple[torch.Tensor, int]  # (tensor, rank in the group)
 Splits = tuple[list[int] | None, list[int] | None]  # rows (from, to) each rank; None: equally many
 
@@ -54,11 +52,6 @@ class Operation:
     depth: int = 0
     _outer: "Operation | None" = None
     _grad: bool = False
-
-    @property
-    def tag(self) -> int:
-        """The tag of its messages."""
-        return 1 + zlib.crc32(self.text, self.sequence) % TAGS
 
     def record_ring_bytes(self, num_bytes: int) -> None:
         """For a backend whose messages cannot be counted: the bytes that this rank sends by the ring formula."""

@@ -14,6 +14,8 @@ from minillm.comm.diagnostics.flight_recorder import describe
 from minillm.comm.operation import Message, Operation
 from minillm.measure.ledger import new_event
 
+NOTHING = torch.empty(0)  # what an operation without a tensor is recorded with
+
 
 class Ranks:
     """Base of `Group`, which sets the attributes."""
@@ -61,7 +63,7 @@ class Ranks:
         """Compared with the other side's: size and dtype of each message."""
         self._check.compare_messages(sends, recvs)
         op = "exchange" if sends and recvs else "send" if sends else "recv"
-        x, _ = (sends or recvs or [(_NOTHING, 0)])[0]
+        x, _ = (sends or recvs or [(NOTHING, 0)])[0]
         waits_for = tuple(sorted({self.ranks[peer] for _, peer in recvs or sends}))
         text = self._check.describe(op, "", x.shape, x.dtype, waits_for)
         event = new_event(op, self.name, x, self.world.egress is not None)
@@ -142,6 +144,3 @@ def of_all_ranks(group: Ranks | None, value: Any) -> list[Any]:
 def _as_list(messages: Message | Sequence[Message]) -> list[Message]:
     is_one = len(messages) == 2 and isinstance(messages[0], torch.Tensor)
     return [messages] if is_one else list(messages)
-
-
-_NOTHING = torch.empty(0)

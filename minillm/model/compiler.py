@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from minillm.files import cache_folder, draft_of
+from minillm.model.parts import blocks_of
 
 COMPILERS = ("c++", "g++")
 # Sums may be taken in another order, as a vector instruction does; values that are not finite stay what they are.
@@ -81,6 +82,5 @@ def compile_blocks(model: nn.Module) -> None:
     The whole model as one graph would have one backward node, which returns all gradients at its end: nothing could be
     reduced while backward computes, and nothing could be gathered block by block. Hooks of a block stay outside.
     """
-    blocks = model.blocks.values() if isinstance(model.blocks, nn.ModuleDict) else model.blocks
-    for block in blocks:
+    for block in blocks_of(model):
         block.forward = torch.compile(block.forward)

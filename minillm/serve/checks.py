@@ -6,6 +6,7 @@ from functools import partial
 from inspect import Parameter, signature
 
 from minillm.model.config import check_generates
+from minillm.predict.model import windowed_blocks
 from minillm.serve.numbers import check_whole
 from minillm.serve.ranks.part import group_of
 from minillm.serve.ranks.stage import Stage
@@ -23,6 +24,7 @@ def check_engine(
     scheduler: Callable,
     scheduling: dict[str, object],
     async_scheduling: object,
+    prefill: object,
 ) -> None:
     """ValueError, with the value and the fix, for what `LLM` cannot work with. scheduling: the scheduler's options."""
     if not hasattr(model, "config") or not hasattr(model, "embedding"):
@@ -42,6 +44,8 @@ def check_engine(
         raise ValueError(f"async_scheduling {async_scheduling!r} must be True or False.")
     if async_scheduling and proposer is not None:
         raise ValueError("async_scheduling with a proposer: drafts need tokens that are not read yet, leave one out.")
+    if prefill is not None and not hasattr(prefill, "attach"):
+        raise ValueError(f"prefill {prefill!r} must be a PrefillPool, or PrefillAt('HOST:PORT'), or None.")
     known = _options_of(scheduler)
     for name in scheduling if known is not None else ():
         if name not in known:
@@ -115,7 +119,7 @@ def check_fits(sequence: Sequence, pool: BlockPool, piece: int | None, max_num_s
     limit, total, n = sequence.limit, pool.total, sequence.num_seqs
     needed = pool.blocks_for(limit - 1)  # the last token is never computed
     if piece is not None:
-        needed = min(needed, pool.most_blocks(piece))
+        needed = min(needed, windowed_blocks(pool.window, pool.block_size, piece + 1))  # one token may be taken back
     if needed > total:
         raise ValueError(
             f"{limit} tokens need {needed} blocks of {pool.block_size} and the pool has {total}: "

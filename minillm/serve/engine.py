@@ -94,9 +94,7 @@ class LLM:
         scheduler: type[Scheduler] = Scheduler,
         **scheduling,
     ):
-        check_engine(model, tokenizer, clock, backend, proposer, scheduler, scheduling, async_scheduling)
-        if prefill is not None and not hasattr(prefill, "attach"):
-            raise ValueError(f"prefill {prefill!r} must be a PrefillPool, or PrefillAt('HOST:PORT'), or None.")
+        check_engine(model, tokenizer, clock, backend, proposer, scheduler, scheduling, async_scheduling, prefill)
         check_whole("block_size", block_size, 1)
         check_whole("keep_records", keep_records, 0)
         self.model, self.tokenizer, self.clock = model, tokenizer, clock

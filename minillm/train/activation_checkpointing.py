@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from minillm.model.parts import blocks_of
+
 aten = torch.ops.aten
 EXPENSIVE = frozenset(
     {
@@ -48,8 +50,7 @@ def checkpoint_blocks(model: nn.Module, keep: frozenset | None = frozenset(), ev
     """
     if every < 1:
         raise ValueError(f"every {every} must be at least 1: 2 recomputes every second block.")
-    blocks = model.blocks.values() if isinstance(model.blocks, nn.ModuleDict) else model.blocks
-    for index, block in enumerate(blocks):
+    for index, block in enumerate(blocks_of(model)):
         vars(block).pop("forward", None)
         if keep is not None and index % every == 0:
             block.forward = functools.partial(_checkpointed_forward, block, keep)

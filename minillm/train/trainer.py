@@ -25,7 +25,7 @@ from torch import Tensor
 
 from minillm.adapters.attach import adapted_kinds, without_dropout
 from minillm.adapters.dropout import window_keys
-from minillm.adapters.start import BaseFolder, Start
+from minillm.adapters.start import Source, Start
 from minillm.data import Batch, Conversations, Loader, Preferences, Tokens, dataset_of
 from minillm.measure import Ledger, ledger, span
 from minillm.model import Transformer, check_tokens
@@ -75,7 +75,7 @@ class Trainer:
         workers: int = 1,
         teacher: Transformer | None = None,
         time_parts: bool = True,
-        base: BaseFolder | None = None,
+        base: Source | None = None,
     ):
         self.config, self.device, self.peak_flops = config, torch.device(device), peak_flops
         self._config = config.to_json()
@@ -90,6 +90,7 @@ class Trainer:
         if (config.dpo is not None) != isinstance(tokens, Preferences):
             raise ValueError("dpo learns from pairs of answers, and pairs are learnt by dpo: give both or neither.")
         dataset = dataset_of(tokens, config.seq_len, self.positions)
+        self.counts_all = isinstance(tokens, Tokens)  # prompts of conversations count in no loss, and yet are computed
         if teacher is None and config.distil_share:
             raise ValueError(f"distil_share {config.distil_share} is of a teacher's loss: give a teacher.")
         self.teacher = None if teacher is None else Teacher(teacher, config, dataset, self.device)
@@ -138,7 +139,7 @@ class Trainer:
                 skipped = self.loss_spikes.skipped[-1]
                 problem = f"{problem}; back to step {self.steps_done}, without windows {skipped[0]} to {skipped[1] - 1}"
         spent = self._time_of(led, time.monotonic() - start)
-        if not isinstance(self.loader.dataset.tokens, Tokens):  # where prompts count in no loss, and yet are computed
+        if not self.counts_all:
             tokens = self.parallel.world_size * self.config.tokens_per_step * (1 if self.config.dpo is None else 2)
         mfu = self._mfu(tokens, spent.total)
         happened = (finite and not problem, problem, position, skipped)

@@ -7,7 +7,6 @@ import pytest
 from minillm.bench import layouts
 from minillm.bench.layouts import Measured, hidden_share, rows_of, setting, slowest
 from minillm.comm import launch
-from minillm.parallel.tensor_parallel import parallelize
 from minillm.train.parallel_config import ParallelConfig
 
 
@@ -66,11 +65,12 @@ def test_rows(monkeypatch):
     assert 15 < alone.theirs < 60  # GiB: 16 bytes a parameter and what the step holds
 
 
-def test_weights_are_drawn_as_before_afterwards():
-    before = parallelize.initial
-    with layouts.drawn_on(layouts.torch.device("cpu")):
-        assert parallelize.initial is not before
-    assert parallelize.initial is before
+def test_ranks_draw_the_same_weights():
+    model, _, _ = setting(ParallelConfig(), "cpu")
+    drawn = layouts.DrawnOn(layouts.torch.device("cpu"))
+    one, same, other = (drawn.draw(model, name, (64, 64), 0) for name in ("a.weight", "a.weight", "b.weight"))
+    assert one.equal(same) and not one.equal(other) and one.std().item() == pytest.approx(model.init_std, rel=0.05)
+    assert drawn.draw(model, "a_norm.weight", (8,), 0).tolist() == [1] * 8
 
 
 def test_world_sizes_without_layouts():

@@ -10,6 +10,7 @@ sender has agreed not to notice.
 
 import functools
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -27,11 +28,13 @@ from minillm.comm.collectives.two_level import hierarchical_all_reduce
 from minillm.comm.operands import Communicator, part_shape
 from minillm.comm.operation import Message, Operation, Splits, Work
 
+TAGS = 1_000_000  # how many tags there are; those of an operation's messages follow from its number and text
+
 
 class CpuBackend:
     """Carries out the operations of a group.
 
-    cuts_messages: whether rings send a large tensor in pieces. launches: whether an operation goes on after its call.
+    launches: whether an operation goes on after its call.
     ranks_per_node: of an emulated topology where all-reduces are to have two levels; else 1.
     """
 
@@ -39,7 +42,6 @@ class CpuBackend:
 
     def __init__(self, group: Communicator) -> None:
         self.group, world = group, group.world
-        self.cuts_messages = world.egress is None  # on an emulated link each piece would pay its latency
         links = world.egress and world.egress.links
         neighbours = links.neighbours(group.ranks) if getattr(links, "two_level", False) else 1
         self.ranks_per_node = neighbours if neighbours < group.world_size else 1
@@ -115,9 +117,10 @@ class CpuBackend:
     def exchange(self, operation: Operation, sends: Sequence[Message], recvs: Sequence[Message], eager: bool) -> Work:
         """Start messages. They are part of the operation if it is running, else all of it."""
         if operation.depth:
+            tag = 1 + zlib.crc32(operation.text, operation.sequence) % TAGS
             if self.sockets and sends and recvs:
-                return self.sockets.exchange(sends, recvs, operation.tag)
-            return Transfer(self.group, sends, recvs, operation.tag)
+                return self.sockets.exchange(sends, recvs, tag)
+            return Transfer(self.group, sends, recvs, tag)
         if eager and self.eager_sockets:
             messages = self.eager_sockets.exchange(sends, recvs, tag=0)
             if not messages.has_left():

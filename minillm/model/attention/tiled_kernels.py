@@ -16,6 +16,35 @@ def _load(x, row, size, head_dim, dim, FACTORS: tl.constexpr):
 
 
 @_kernel
+def _at(places, batch, size, tile):
+    """[rows]: of a [batch, size] array of positions or of documents, what those of a tile have."""
+    return tl.load(places + batch * size + tile, mask=tile < size, other=0)
+
+
+@_kernel
+def _queries(
+    q,
+    positions,
+    documents,
+    queries,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FACTORS: tl.constexpr,
+):
+    """The tile of queries of a program: its head and rows, their queries and where these stand, and where in a
+    [batch, heads, queries, head_dim] array a result for them goes."""
+    head = tl.program_id(1).to(tl.int64)
+    row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIMS)
+    some = _load(q + head * queries * HEAD_DIM, row, queries, HEAD_DIM, dim, FACTORS)
+    q_at, q_document = _at(positions, head // heads, queries, row), _at(documents, head // heads, queries, row)
+    place = (head * queries + row)[:, None] * HEAD_DIM + dim[None, :]
+    inside = (row < queries)[:, None] & (dim < HEAD_DIM)[None, :]
+    return head, row, dim, some, q_at, q_document, place, inside
+
+
+@_kernel
 def _seen(q_at, k_at, q_document, k_document, window, row, queries, column, keys):
     """[rows, columns]: which queries of a tile see which keys."""
     distance = q_at[:, None] - k_at[None, :]
@@ -57,14 +86,10 @@ def forward(
     FACTORS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    head = tl.program_id(1).to(tl.int64)
+    head, row, dim, some, q_at, q_document, place, inside = _queries(
+        q, positions, documents, queries, heads, HEAD_DIM, DIMS, ROWS, FACTORS
+    )
     batch, kv_head = head // heads, head // GROUP
-    row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIMS)
-    q_at = tl.load(positions + batch * queries + row, mask=row < queries, other=0)
-    q_document = tl.load(documents + batch * queries + row, mask=row < queries, other=0)
-    some = _load(q + head * queries * HEAD_DIM, row, queries, HEAD_DIM, dim, FACTORS)
-    place = (head * queries + row)[:, None] * HEAD_DIM + dim[None, :]
-    inside = (row < queries)[:, None] & (dim < HEAD_DIM)[None, :]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total, values = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DIMS), tl.float32)
     if ADD:  # the result over other keys counts as one key with that log-sum-exp as its score
@@ -73,9 +98,9 @@ def forward(
         values = tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
     for start in range(0, keys, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        k_at = tl.load(key_positions + batch * keys + column, mask=column < keys, other=0)
+        k_at = _at(key_positions, batch, keys, column)
         if _touch(q_at, k_at, row, queries, column, keys, window):
-            k_document = tl.load(key_documents + batch * keys + column, mask=column < keys, other=0)
+            k_document = _at(key_documents, batch, keys, column)
             block = _load(k + kv_head * keys * HEAD_DIM, column, keys, HEAD_DIM, dim, FACTORS)
             scores = tl.dot(some, tl.trans(block), input_precision="ieee") * scale
             seen = _seen(q_at, k_at, q_document, k_document, window, row, queries, column, keys)
@@ -128,16 +153,16 @@ def backward_keys(
     kv_head = tl.program_id(1).to(tl.int64)
     batch = kv_head // (heads // GROUP)
     column, dim = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DIMS)
-    k_at = tl.load(key_positions + batch * keys + column, mask=column < keys, other=0)
-    k_document = tl.load(key_documents + batch * keys + column, mask=column < keys, other=0)
+    k_at = _at(key_positions, batch, keys, column)
+    k_document = _at(key_documents, batch, keys, column)
     block = _load(k + kv_head * keys * HEAD_DIM, column, keys, HEAD_DIM, dim, FACTORS)
     value = _load(v + kv_head * keys * HEAD_DIM, column, keys, HEAD_DIM, dim, FACTORS)
     sum_k, sum_v = tl.zeros((COLUMNS, DIMS), tl.float32), tl.zeros((COLUMNS, DIMS), tl.float32)
     for start in range(0, queries, ROWS):
         row = start + tl.arange(0, ROWS)
-        q_at = tl.load(positions + batch * queries + row, mask=row < queries, other=0)
+        q_at = _at(positions, batch, queries, row)
         if _touch(q_at, k_at, row, queries, column, keys, window):
-            q_document = tl.load(documents + batch * queries + row, mask=row < queries, other=0)
+            q_document = _at(documents, batch, queries, row)
             seen = _seen(q_at, k_at, q_document, k_document, window, row, queries, column, keys)
             for member in range(GROUP):
                 head = kv_head * GROUP + member
@@ -182,25 +207,21 @@ def backward_queries(
     FACTORS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    head = tl.program_id(1).to(tl.int64)
+    head, row, dim, some, q_at, q_document, place, inside = _queries(
+        q, positions, documents, queries, heads, HEAD_DIM, DIMS, ROWS, FACTORS
+    )
     batch, kv_head = head // heads, head // GROUP
-    row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIMS)
-    q_at = tl.load(positions + batch * queries + row, mask=row < queries, other=0)
-    q_document = tl.load(documents + batch * queries + row, mask=row < queries, other=0)
-    some = _load(q + head * queries * HEAD_DIM, row, queries, HEAD_DIM, dim, FACTORS)
     d_rows = _load(d_out + head * queries * HEAD_DIM, row, queries, HEAD_DIM, dim, FACTORS)
     own = tl.load(lse + head * queries + row, mask=row < queries, other=0.0)
     of_row = tl.load(delta + head * queries + row, mask=row < queries, other=0.0)
-    place = (head * queries + row)[:, None] * HEAD_DIM + dim[None, :]
-    inside = (row < queries)[:, None] & (dim < HEAD_DIM)[None, :]
     total = tl.zeros((ROWS, DIMS), tl.float32)
     if ADD:
         total = tl.load(dq + place, mask=inside, other=0.0).to(tl.float32)
     for start in range(0, keys, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        k_at = tl.load(key_positions + batch * keys + column, mask=column < keys, other=0)
+        k_at = _at(key_positions, batch, keys, column)
         if _touch(q_at, k_at, row, queries, column, keys, window):
-            k_document = tl.load(key_documents + batch * keys + column, mask=column < keys, other=0)
+            k_document = _at(key_documents, batch, keys, column)
             seen = _seen(q_at, k_at, q_document, k_document, window, row, queries, column, keys)
             block = _load(k + kv_head * keys * HEAD_DIM, column, keys, HEAD_DIM, dim, FACTORS)
             value = _load(v + kv_head * keys * HEAD_DIM, column, keys, HEAD_DIM, dim, FACTORS)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from minillm.model.parts import blocks_of
 from minillm.parallel.fsdp.flat_param import FlatParam, ParamInfo
 from minillm.parallel.sharding.slices import Initialize, ShardSettings
 
@@ -114,7 +115,7 @@ def choose(module: nn.Module, blocks: Sequence[str | nn.Module] | None) -> dict[
 
 def _blocks_of(module: nn.Module) -> list[nn.Module]:
     if isinstance(getattr(module, "blocks", None), nn.ModuleList | nn.ModuleDict | list):
-        return list(module.blocks.values() if isinstance(module.blocks, nn.ModuleDict) else module.blocks)
+        return blocks_of(module)
     lists = [each for each in module.modules() if isinstance(each, nn.ModuleList)]
     inside = {inner for each in lists for inner in each.modules() if inner is not each}
     outer = [each for each in lists if each not in inside and len(each)]

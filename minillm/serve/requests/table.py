@@ -54,7 +54,8 @@ class RequestTable:
 
     def __len__(self) -> int:
         """Requests that have not ended and are not about to."""
-        return len(self.arrived) + len(self.live) - sum(map(self._knows, set(self.cancelled.copy())))
+        ending = {request for request in self.cancelled.copy() if request.ended is None}
+        return len(self.arrived) + len(self.live) - sum(self._find(each.request_id) is each for each in ending)
 
     def request(
         self, prompt: str | list[int], params: SamplingParams | None, *, adapter: str | None = None, **options
@@ -162,6 +163,3 @@ class RequestTable:
     def _find(self, request_id: str) -> Request | None:
         """In this order: `tidy` queues a request before it takes it out of `arrived`."""
         return self.arrived.get(request_id) or self.live.get(request_id)
-
-    def _knows(self, request: Request) -> bool:
-        return request.ended is None and self._find(request.request_id) is request

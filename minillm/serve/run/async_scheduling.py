@@ -50,8 +50,8 @@ class AsyncScheduling(EngineCore):
                 self._hold(step)
         if before is not None:
             self._read(before, step)
-        elif step is None and self.handovers is not None:
-            self.handovers.wait()
+        elif step is None and self.scheduler.handovers is not None:
+            self.scheduler.handovers.wait()
         if step is not None and step.error:
             self.finish(step)
         else:

@@ -7,8 +7,6 @@
 `AsyncScheduling` calls the same three, in another order. Whoever calls them takes care that it is one thread at a time.
 """
 
-from typing import Any
-
 import torch
 
 from minillm.serve.requests.table import RequestTable
@@ -29,7 +27,6 @@ class EngineCore:
         self.builder = InputBuilder(self.scheduler.pool, *runner.tables.host.shape)
         self.next_tokens = NextTokens(requests)
         self.records = RecordLog(keep_records)
-        self.handovers: Any = None  # the `DecodeSide` of an engine with a prefill pool
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -38,16 +35,16 @@ class EngineCore:
         if step is not None:
             self.execute(step)
             self.finish(step)
-        elif self.handovers is not None:
-            self.handovers.wait()
+        elif self.scheduler.handovers is not None:
+            self.scheduler.handovers.wait()
 
     def plan(self) -> Step | None:
         """The next step, after what arrived or was cancelled since the last one; None = there is nothing to compute."""
         started = self.clock()
         self.runner.ready()
         self.requests.tidy(started)
-        if self.handovers is not None:
-            self.handovers.poll()
+        if self.scheduler.handovers is not None:
+            self.scheduler.handovers.poll()
         plan = self.scheduler.schedule()
         if self.requests.adapters is not None:
             hold_adapters(plan, self.requests.adapters, self.scheduler, self.requests.end)
@@ -101,8 +98,8 @@ class EngineCore:
         """After a step that was interrupted anywhere: requests that had begun have failed, the others are queued."""
         self.builder.reset()
         self.requests.recover(error)
-        if self.handovers is not None:
-            self.handovers.reset()
+        if self.scheduler.handovers is not None:
+            self.scheduler.handovers.reset()
 
     def _fail(self, step: Step) -> None:
         """Nothing that the step wrote is ever hit; the other requests and the pool stay whole."""

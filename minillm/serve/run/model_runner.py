@@ -117,26 +117,26 @@ class Runner:
             self.receiver.start()
 
     def _forward(self, step: StepInputs, before: Tensor | None) -> StepOutputs:
-        tables, device = self.tables, self.cache.pool.device
+        tables = self.tables
         tables.write_on_host(step.table_places, step.table_blocks)
         positions, slots = slots_of_tokens(tables.host, step.rows, step.starts, step.counts, self.cache.block_size)
-        of_tokens = {"tokens": step.tokens, "positions": positions, "slots": slots}
         if before is not None and step.tokens.min() >= 0:
             before = None  # without placeholders
-        replayed = step.one_token_each and not step.hidden and step.adapters is None and not len(step.sends)
+        one_each = len(step.tokens) == len(step.rows) == len(step.wanted)
+        replayed = one_each and not step.hidden and step.adapters is None and not len(step.sends)
         if self.graphs is not None and replayed:
+            of_tokens = {"tokens": step.tokens, "positions": positions, "slots": slots}
             logits = self.graphs.logits(step, of_tokens, before)
             if logits is not None:
                 return StepOutputs(logits)
-        arrays = of_tokens | {"rows": step.rows, "wanted": step.wanted}
-        arrays |= {"table_places": step.table_places, "table_blocks": step.table_blocks}
-        there = dict(zip(arrays, to_device(list(arrays.values()), device), strict=True))
-        tables.write_on_device(there["table_places"], there["table_blocks"])
-        tokens = fill_placeholders(there["tokens"], before)[None]
-        attention, outputs = self._attention(step, there["slots"], there["rows"]), StepOutputs()
+        arrays = (step.tokens, positions, slots, step.rows, step.wanted, step.table_places, step.table_blocks)
+        tokens, positions, slots, rows, wanted, places, blocks = to_device(arrays, self.cache.pool.device)
+        tables.write_on_device(places, blocks)
+        tokens = fill_placeholders(tokens, before)[None]
+        attention, outputs = self._attention(step, slots, rows), StepOutputs()
         adapted = nullcontext() if step.adapters is None else self.routed(step.adapters, step.counts)
         with self._keep_hidden(outputs) if step.hidden else nullcontext(), adapted:
-            logits = self._compute(tokens, there["positions"], attention, there["wanted"])
+            logits = self._compute(tokens, positions, attention, wanted)
         outputs.logits = None if logits is None else logits.float()
         return outputs
 

@@ -16,9 +16,10 @@ from minillm.serve.run.adapters import adapters_of
 from minillm.serve.run.model_runner import StepOutputs
 from minillm.serve.run.penalties import Penalised, SeenOnHost
 from minillm.serve.run.step_inputs import Row, SamplingInputs, StepInputs, sampling_inputs
+from minillm.serve.run.table_rows import TableRows
 from minillm.serve.sample.allowed import allowed_first
 from minillm.serve.schedule.blocks import BlockPool
-from minillm.serve.schedule.sequence import Plan, Sequence
+from minillm.serve.schedule.sequence import Plan
 
 NOTHING = np.zeros(0, np.int64)
 # A sample whose last token the step computes; its place in the plan; the first of its rows of the logits, and the end.
@@ -58,32 +59,22 @@ class Step:
 
 
 class InputBuilder:
-    """Makes `StepInputs`. Every running sequence has a row of the block tables (rows x width), the same in each step.
-    pool: whose moves the next step carries out.
-
-    A decoding sequence's table changes once every block_size steps, so nearly all rows are only compared.
-    """
+    """Makes `StepInputs`. pool: whose moves the next step carries out; rows, width: size of the block tables."""
 
     def __init__(self, pool: BlockPool, rows: int, width: int):
-        self.pool, self.num_rows, self.width = pool, rows, width
+        self.pool, self.table_rows, self.seen = pool, TableRows(rows, width), SeenOnHost()
         self.sends_of: Callable[[Step], np.ndarray] | None = None  # of an engine that prefills for others
-        self.reset()
 
     def reset(self) -> None:
-        """Forgets what the tables hold: the next steps write every row anew."""
-        self._row_of: dict[Sequence, int] = {}
-        self._unused = list(range(self.num_rows))
-        self._blocks_of_row: list[list[int]] = [[] for _ in self._unused]  # in lists that nothing changes later
-        self._places: list[int] = []  # of the flattened tables, to be written with the next step
-        self._blocks: list[int] = []
+        """Forgets what lies on the device: the next steps write every row anew."""
+        self.table_rows.reset()
         self.seen = SeenOnHost()
 
     def start(self, number: int, started: float, plan: Plan) -> Step:
         """The step of a plan, with rows for its sequences."""
         sequences = [sequence for sequence, _ in plan.batch]
-        rows = self._update(sequences)
-        tables = [self._blocks_of_row[row] for row in rows]
-        return Step(number, started, plan, [sequence.num_computed for sequence in sequences], rows, tables)
+        starts = [sequence.num_computed for sequence in sequences]
+        return Step(number, started, plan, starts, *self.table_rows.update(sequences))
 
     def build(self, step: Step, *, sampled: bool = True, hidden: bool = False) -> StepInputs:
         """The inputs of a step whose drafts are made, and `step.ready`.
@@ -102,8 +93,7 @@ class InputBuilder:
                 step.ready.append((sequence, place, len(wanted), len(wanted) + 1 + num_drafts))
                 wanted += range(len(flat) - 1 - num_drafts, len(flat))
                 num_samples += sequence.num_seqs
-        places, blocks = np.array(self._places, np.int64), np.array(self._blocks, np.int64)
-        self._places, self._blocks = [], []
+        places, blocks = self.table_rows.take_changes()
         step.forks = num_samples > len(step.ready)
         allowed_rows, allowed_ids = allowed_first((sample, first) for sample, _, first, _ in step.ready)
         is_greedy = all([sample.request.params.greedy_only for sample, _, _, _ in step.ready])
@@ -132,32 +122,6 @@ class InputBuilder:
         moves = np.array(self.pool.take_moves(), np.int64).reshape(-1, 3)
         return StepInputs(*(NOTHING,) * 4, moves, *(NOTHING,) * 5)
 
-    def _update(self, sequences: list[Sequence]) -> list[int]:
-        """The rows of these sequences; where their blocks have changed, the next step writes them."""
-        row_of, blocks_of_row, width, rows = self._row_of, self._blocks_of_row, self.width, []
-        for sequence in sequences:
-            row, blocks = row_of.get(sequence), sequence.blocks
-            if row is None:
-                row = self._new_row(sequence, sequences)
-                row_of = self._row_of
-            if (held := blocks_of_row[row]) != blocks:
-                start = len(held) if blocks[: len(held)] == held else 0
-                stop = min(len(blocks), width)
-                self._places += range(row * width + start, row * width + stop)
-                self._blocks += blocks[start:stop]
-                blocks_of_row[row] = list(blocks)
-            rows.append(row)
-        return rows
-
-    def _new_row(self, sequence: Sequence, present: list[Sequence]) -> int:
-        """A row that no sequence of this step has."""
-        if not self._unused:
-            kept = {each: self._row_of[each] for each in present if each in self._row_of}
-            self._unused = sorted(set(self._row_of.values()) - set(kept.values()))
-            self._row_of = kept
-        row = self._row_of[sequence] = self._unused.pop()
-        return row
-
     def _sampling(self, step: Step, is_greedy: bool) -> SamplingInputs:
         """A row for each sample: one for a sequence, n for one whose prompt ends and that n samples go on from."""
         ready = step.ready
@@ -166,10 +130,10 @@ class InputBuilder:
         rows: list[Row] = []
         logits_rows: list[int] = []
         penalties: list[Penalised] = []
-        for sample, _, first, _ in ready:
+        for sample, place, first, _ in ready:
             samples = [sample] if sample.num_seqs == 1 else sample.request.samples
             if (penalty := sample.request.params.repetition_penalty) != 1:
-                mine = (penalty, self._row_of[sample], sample, sample.tokens)
+                mine = (penalty, step.rows[place], sample, sample.tokens)
                 penalties += [Penalised(len(rows) + i, *mine) for i in range(len(samples))]
             rows += [(each.request.params, each.tokens, each.draw) for each in samples]
             logits_rows += [first] * len(samples)

@@ -58,8 +58,6 @@ def sampling_inputs(
     places = None if logits_rows is None else np.array(logits_rows, np.int64)
     if all([params.greedy_only for params, _, _ in rows]):
         return SamplingInputs(len(rows), places)
-    if penalties is None:
-        penalties = penalties_of(rows)
     return SamplingInputs(
         count=len(rows),
         logits_rows=places,
@@ -69,7 +67,7 @@ def sampling_inputs(
         min_p=np.array([params.min_p for params, _, _ in rows]),
         uniform=np.array([draw.uniform() if params.temperature > 0 else 0.0 for params, _, draw in rows]),
         logprobs=np.array([-1 if params.logprobs is None else params.logprobs for params, _, _ in rows], np.int64),
-        penalties=penalties,
+        penalties=penalties_of(rows) if penalties is None else penalties,
     )
 
 
@@ -106,11 +104,6 @@ class StepInputs:
     largest_only: bool = False
     adapters: np.ndarray | None = None
     sends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-
-    @property
-    def one_token_each(self) -> bool:
-        """Every sequence brings one token, and its logits are wanted: a step that can be replayed."""
-        return len(self.tokens) == len(self.rows) == len(self.wanted)
 
 
 def fill_placeholders(tokens: Tensor, sampled: Tensor | None) -> Tensor:

@@ -14,14 +14,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from minillm.predict.model import windowed_blocks
 from minillm.serve.numbers import check_whole
 
-COPY, TO_HOST, FROM_HOST = range(3)  # on the device; device to host; host to device
-RECEIVE, CLOSE = (
-    3,
-    4,
-)  # a block waits for keys from elsewhere, by its ticket; none does any more (`transfer/receive.py`)
+COPY, TO_HOST, FROM_HOST, RECEIVE, CLOSE = range(5)  # kinds of `BlockPool.moves`
 
 
 class Prefix:
@@ -70,7 +65,8 @@ class BlockPool:
     (https://github.com/vllm-project/vllm/blob/main/docs/design/hybrid_kv_cache_manager.md).
 
     moves: (COPY, TO_HOST or FROM_HOST, source, target) of blocks whose contents have to move, in this order, because a
-    later one may overwrite what an earlier one reads. Among them (RECEIVE, ticket, block) and (CLOSE, ticket, 0).
+    later one may overwrite what an earlier one reads. Among them (RECEIVE, ticket, block), which waits for keys from
+    elsewhere, and (CLOSE, ticket, 0), when none of that ticket waits any more, see `transfer/receive.py`.
     """
 
     def __init__(
@@ -82,12 +78,9 @@ class BlockPool:
         prefix_cache: bool = True,
         window: int | None = None,
     ):
-        for name, value, least in (
-            ("num_blocks", num_blocks, 1),
-            ("block_size", block_size, 1),
-            ("num_host_blocks", num_host_blocks, 0),
-        ):
-            check_whole(name, value, least)
+        check_whole("num_blocks", num_blocks, 1)
+        check_whole("block_size", block_size, 1)
+        check_whole("num_host_blocks", num_host_blocks, 0)
         self.total, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
         self.num_host_blocks, self.window = num_host_blocks, window
         self.evicted = self.copied = 0
@@ -132,10 +125,6 @@ class BlockPool:
     def first_needed(self, computed: int) -> int:
         """The first block that tokens from place `computed` on see, as its place in the sequence."""
         return 0 if self.window is None else max(0, computed - self.window + 1) // self.block_size
-
-    def most_blocks(self, piece: int) -> int:
-        """That a sequence holds at once, if it has a window and a step computes at most `piece` tokens of it."""
-        return windowed_blocks(self.window, self.block_size, piece + 1)  # one token may be taken back
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one holder each; free ones first, then the cached one that was unused for longest."""

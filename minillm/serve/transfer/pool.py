@@ -59,7 +59,7 @@ class PrefillAt:
             side = Member(llm, group)
         else:
             side = DecodeSide(llm, config, group, self.address, (self.min_tokens, self.timeout_s))
-            llm.scheduler.handovers = llm.core.handovers = side
+            llm.scheduler.handovers = side
         llm.runner.receiver = side.receiver
         return side
 

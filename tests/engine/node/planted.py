@@ -74,7 +74,7 @@ def side_stream_does_not_wait(patch: Patch) -> None:
 
 def result_not_waited_for(patch: Patch) -> None:
     patch.setattr(Launch, "order", lambda self: None)
-    patch.setattr(Launch, "order_timed", lambda self, event: None)
+    patch.setattr(Launch, "order_timed", lambda self: None)
 
 
 def gradient_written_while_it_is_reduced(patch: Patch) -> None:
@@ -97,7 +97,7 @@ def gather_not_waited_for(patch: Patch) -> None:
     def wait(self: ParamGroup) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(Launch, "order", lambda self: None)
-            inner.setattr(Launch, "order_timed", lambda self, event: None)
+            inner.setattr(Launch, "order_timed", lambda self: None)
             sound(self)
 
     patch.setattr(ParamGroup, "wait", wait)
