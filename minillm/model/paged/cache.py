@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.model.attention.causal import Attend
+from minillm.model.attention.causal import Attend, AttentionFunction
 from minillm.model.config import ModelConfig
 from minillm.model.paged.backend import Backend
 from minillm.model.paged.gather import gathered
@@ -83,7 +83,7 @@ class PagedCache:
         device=None,
         dtype: torch.dtype | None = None,
         format: RowFormat | None = None,
-        layers: range | None = None,
+        layers: Sequence[int] | None = None,
     ):
         """layers: whose keys and values it keeps; None = all of the model."""
         layers = range(config.num_layers) if layers is None else layers
@@ -156,6 +156,18 @@ class PagedAttention:
         if key not in self._attend:
             self._attend[key] = self._prepare(flat, k_pool, window=window, **options)
         return self._attend[key](flat, k_pool, v_pool).transpose(0, 1)[None]
+
+
+def by_window(every: PagedAttention, windowed: PagedAttention | None = None) -> AttentionFunction:
+    """Layers with a sliding window attend by `windowed`, which has their keys in blocks of their own; None = all layers
+    are in the same blocks."""
+    if windowed is None:
+        return every
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **options) -> Tensor:
+        return (every if window is None else windowed)(q, k, v, window=window, **options)
+
+    return attend
 
 
 class PagedBatch(PagedAttention):

@@ -6,7 +6,7 @@ plan ──▶ Step: what each sequence had when it was planned, whatever become
          StepInputs ──▶ Runner.execute ──▶ StepOutputs
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +28,7 @@ Ready = tuple[Sample, int, int, int]
 @dataclass(eq=False)
 class Step:
     """starts: tokens computed before, of each sequence of the plan; rows, tables: its row of the block tables and the
-    blocks that it has in this step.
+    blocks that it has in this step; windowed: those of `BlockPool.windowed`, if there is one.
 
     drafts: draft tokens to compute after a sequence's own, by place in the plan. ready: the samples that get tokens;
     the first of several (n > 1) is followed by the others, once they run; forks: there is such a one. dropped: rows of
@@ -43,6 +43,7 @@ class Step:
     starts: list[int]
     rows: list[int]
     tables: list[list[int]]
+    windowed: list[list[int]] = field(default_factory=list)
     drafts: dict[int, list[int]] = field(default_factory=dict)
     ready: list[Ready] = field(default_factory=list)
     forks: bool = False
@@ -56,16 +57,26 @@ class Step:
     def raised(self, failure: Exception) -> None:
         self.error = f"{type(failure).__name__}: {failure}"
 
+    def tables_of(self, pool: BlockPool) -> Iterator[tuple[BlockPool, list[list[int]]]]:
+        """Each pool with the blocks of every sequence in it."""
+        return zip(pool.kinds, (self.tables, self.windowed), strict=False)
+
+    def invalidate(self, pool: BlockPool, place: int) -> None:
+        """What the pass wrote for the sequence at this place of the plan is wrong."""
+        for each, tables in self.tables_of(pool):
+            each.invalidate(tables[place], self.plan.batch[place][0].block_hashes)
+
 
 class InputBuilder:
-    """Makes `StepInputs`. Every running sequence has a row of the block tables (rows x width), the same in each step.
-    pool: whose moves the next step carries out.
+    """Makes `StepInputs`. Every running sequence has a row of the block tables (rows x width), the same in each step;
+    where the pool has windowed layers apart, a second half of the rows holds their blocks. pool: whose moves the next
+    step carries out.
 
     A decoding sequence's table changes once every block_size steps, so nearly all rows are only compared.
     """
 
     def __init__(self, pool: BlockPool, rows: int, width: int):
-        self.pool, self.num_rows, self.width = pool, rows, width
+        self.pool, self.num_rows, self.width = pool, rows // len(pool.kinds), width
         self.sends_of: Callable[[Step], np.ndarray] | None = None  # of an engine that prefills for others
         self.reset()
 
@@ -73,7 +84,8 @@ class InputBuilder:
         """Forgets what the tables hold: the next steps write every row anew."""
         self._row_of: dict[Sequence, int] = {}
         self._unused = list(range(self.num_rows))
-        self._blocks_of_row: list[list[int]] = [[] for _ in self._unused]  # in lists that nothing changes later
+        rows = range(self.num_rows * len(self.pool.kinds))
+        self._blocks_of_row: list[list[int]] = [[] for _ in rows]  # in lists that nothing changes later
         self._places: list[int] = []  # of the flattened tables, to be written with the next step
         self._blocks: list[int] = []
         self.seen = SeenOnHost()
@@ -83,7 +95,10 @@ class InputBuilder:
         sequences = [sequence for sequence, _ in plan.batch]
         rows = self._update(sequences)
         tables = [self._blocks_of_row[row] for row in rows]
-        return Step(number, started, plan, [sequence.num_computed for sequence in sequences], rows, tables)
+        step = Step(number, started, plan, [sequence.num_computed for sequence in sequences], rows, tables)
+        if self.pool.windowed is not None:
+            step.windowed = [self._blocks_of_row[self.num_rows + row] for row in rows]
+        return step
 
     def build(self, step: Step, *, sampled: bool = True, hidden: bool = False) -> StepInputs:
         """The inputs of a step whose drafts are made, and `step.ready`.
@@ -134,20 +149,27 @@ class InputBuilder:
 
     def _update(self, sequences: list[Sequence]) -> list[int]:
         """The rows of these sequences; where their blocks have changed, the next step writes them."""
-        row_of, blocks_of_row, width, rows = self._row_of, self._blocks_of_row, self.width, []
+        row_of, blocks_of_row, rows = self._row_of, self._blocks_of_row, []
         for sequence in sequences:
-            row, blocks = row_of.get(sequence), sequence.blocks
+            row = row_of.get(sequence)
             if row is None:
                 row = self._new_row(sequence, sequences)
                 row_of = self._row_of
-            if (held := blocks_of_row[row]) != blocks:
-                start = len(held) if blocks[: len(held)] == held else 0
-                stop = min(len(blocks), width)
-                self._places += range(row * width + start, row * width + stop)
-                self._blocks += blocks[start:stop]
-                blocks_of_row[row] = list(blocks)
+            if blocks_of_row[row] != sequence.blocks:
+                self._write(row, sequence.blocks)
+            if self.pool.windowed is not None and blocks_of_row[self.num_rows + row] != sequence.windowed.blocks:
+                self._write(self.num_rows + row, sequence.windowed.blocks)
             rows.append(row)
         return rows
+
+    def _write(self, row: int, blocks: list[int]) -> None:
+        """With the next step, as far as it is new."""
+        written, width = self._blocks_of_row[row], self.width
+        start = len(written) if blocks[: len(written)] == written else 0
+        stop = min(len(blocks), width)
+        self._places += range(row * width + start, row * width + stop)
+        self._blocks += blocks[start:stop]
+        self._blocks_of_row[row] = list(blocks)
 
     def _new_row(self, sequence: Sequence, present: list[Sequence]) -> int:
         """A row that no sequence of this step has."""
