@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.model.attention.causal import Attend, AttentionFunction
+from minillm.model.attention.causal import Attend
 from minillm.model.config import ModelConfig
 from minillm.model.paged.backend import Backend
 from minillm.model.paged.gather import gathered
@@ -156,18 +156,6 @@ class PagedAttention:
         if key not in self._attend:
             self._attend[key] = self._prepare(flat, k_pool, window=window, **options)
         return self._attend[key](flat, k_pool, v_pool).transpose(0, 1)[None]
-
-
-def by_window(every: PagedAttention, windowed: PagedAttention | None = None) -> AttentionFunction:
-    """Layers with a sliding window attend by `windowed`, which has their keys in blocks of their own; None = all layers
-    are in the same blocks."""
-    if windowed is None:
-        return every
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **options) -> Tensor:
-        return (every if window is None else windowed)(q, k, v, window=window, **options)
-
-    return attend
 
 
 class PagedBatch(PagedAttention):

@@ -23,7 +23,7 @@ from torch import Tensor
 from minillm.model import Transformer
 from minillm.model.paged import PagedAttention, PagedCache
 from minillm.model.paged.backend import Backend, FixedDecode
-from minillm.model.paged.cache import by_window
+from minillm.model.paged.by_window import by_window
 from minillm.model.paged.gather import Gathered
 from minillm.model.paged.tables import BlockTables, to_device
 from minillm.serve.run.step_inputs import StepInputs, fill_placeholders

@@ -17,7 +17,8 @@ from torch import Tensor
 from minillm.model import Transformer
 from minillm.model.attention.causal import AttentionFunction
 from minillm.model.paged import Backend, PagedAttention, PagedCache
-from minillm.model.paged.cache import by_window, prepare_pass
+from minillm.model.paged.by_window import by_window
+from minillm.model.paged.cache import prepare_pass
 from minillm.model.paged.tables import BlockTables, slots_of_tokens, to_device
 from minillm.serve.run.decode_graphs import DecodeGraphs
 from minillm.serve.run.step_inputs import StepInputs, fill_placeholders
