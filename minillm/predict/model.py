@@ -183,7 +183,7 @@ def kv_bytes_per_token(shape: Shape, bytes_per_element: int = 2, *, scale_bytes:
 
 
 def windowed_blocks(window: int, block_size: int, step_tokens: int = 1) -> int:
-    """Blocks that a sequence holds at most, if all layers have a sliding window: of the window - 1 keys before a step
+    """Blocks of layers with a sliding window that a sequence holds at most: of the window - 1 keys before a step
     and of the step's tokens, wherever in a block they begin."""
     return (window - 1 + step_tokens + block_size - 2) // block_size + 1
 

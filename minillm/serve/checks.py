@@ -116,14 +116,15 @@ def check_scheduler(
 
 def check_fits(sequence: Sequence, pool: BlockPool, piece: int | None, max_num_seqs: int) -> None:
     """ValueError if a new sequence could never run. piece: see `Sequence.wanted`."""
-    limit, total, n = sequence.limit, pool.total, sequence.num_seqs
-    needed = pool.blocks_for(limit - 1)  # the last token is never computed
-    if piece is not None:
-        needed = min(needed, windowed_blocks(pool.window, pool.block_size, piece + 1))  # one token may be taken back
-    if needed > total:
-        raise ValueError(
-            f"{limit} tokens need {needed} blocks of {pool.block_size} and the pool has {total}: "
-            "shorten the prompt, lower max_tokens or enlarge the pool."
-        )
+    limit, n = sequence.limit, sequence.num_seqs
+    for each in pool.kinds:
+        needed = each.blocks_for(limit - 1)  # the last token is never computed
+        if each.window is not None:
+            needed = min(needed, windowed_blocks(each.window, pool.block_size, piece + 1))  # one may be taken back
+        if needed > each.total:
+            raise ValueError(
+                f"{limit} tokens need {needed} blocks of {pool.block_size} and the pool has {each.total}: "
+                "shorten the prompt, lower max_tokens or enlarge the pool."
+            )
     if n > max_num_seqs:
         raise ValueError(f"n {n} is more than max_num_seqs {max_num_seqs}: lower one or raise the other.")

@@ -60,6 +60,8 @@ class LLM:
     `run/async_scheduling.py`. kv_dtype: "int8" or "fp8" keeps keys and values in 8 bits with a scale for each token and
     head (`minillm/model/paged/quantized.py`); None = as the model computes them. adapters: folders of peft's by name,
     or an `AdapterStore` with limits of its own; a request names one.
+    windows_apart: where some layers have a sliding window and others see everything, the former have blocks of their
+    own, which are given back once no token sees them; False = all layers share a block, as with prefill.
     prefill: a `PrefillPool`, or where there is one (`PrefillAt`), that computes the keys of long prompts, see
     `minillm/serve/transfer`; handovers says what came of it.
     Any thread may add, cancel, generate and stream, also during a forward pass; steps happen one at a time. A step that
@@ -89,6 +91,7 @@ class LLM:
         warm_up: bool | None = None,
         async_scheduling: bool = False,
         kv_dtype: str | None = None,
+        windows_apart: bool = True,
         adapters: "AdapterStore | Mapping[str, str | Path] | None" = None,
         prefill: Any = None,
         scheduler: type[Scheduler] = Scheduler,
@@ -105,6 +108,7 @@ class LLM:
         scheduling = gpu_limits(model, scheduling) | scheduling
         options = {"utilization": gpu_memory_utilization, "prefix_cache": prefix_cache, "scheduling": scheduling}
         options |= {"kv_format": kv_format, "drafts": 0 if proposer is None else k, "adapters": self.adapters}
+        options |= {"windows_apart": windows_apart and prefill is None}
         self.pool = build_pool(model, self.backend, block_size, num_blocks, num_host_blocks, **options)
         self.scheduler = build_scheduler(scheduler, self.pool, scheduling, self.adapters)
         options = {"graphs": graphs, "warm_up": warm_up, "adapters": self.adapters}

@@ -36,14 +36,14 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "request to token": (
         "serve",
         "engine requests/params requests/request requests/table schedule/sequence schedule/scheduler schedule/blocks "
-        "run/core run/step run/step_inputs run/model_runner sample/next_tokens sample/reference",
-        2095,
+        "schedule/held run/core run/step run/step_inputs run/model_runner sample/next_tokens sample/reference",
+        2205,
     ),
     "an engine over ranks": ("serve/ranks", "engine message runner part", 515),
     "an engine over stages": ("serve/ranks", "stage stage_runner reply ../run/pipelined", 360),
     "keys handed over": ("serve/transfer", "decode receive prefill send layout", 1000),
     "a rank's part of a folder": ("parallel/tensor_parallel", "plan load quantized", 425),
-    "prefix cache": ("serve", "schedule/blocks schedule/sequence", 360),
+    "prefix cache": ("serve", "schedule/blocks schedule/sequence", 375),
     "quantized weights": ("quantize", "formats linear kernels in_place", 745),
     "rounding with calibration": ("quantize", "calibrate rescale gptq in_place", 480),
     "quantized folders": ("quantize", "folder words hub", 420),

@@ -17,6 +17,8 @@ On a GPU, in place of gather.py:
     triton.py      the kernel, which reads keys where they lie; the default
     flashinfer.py  FlashInfer's kernels, where that package is installed
 
+Where some layers have a sliding window and others see everything, by_window.py lets each attend in blocks of its kind.
+
 A quantized cache, with keys and values in 8 bits: quantized.py says what lies in the blocks and how it is written and
 read, cache.py allocates it, gather.py and triton.py read it, ../../quantize/kv.py names the formats.
 """

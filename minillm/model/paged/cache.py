@@ -83,7 +83,7 @@ class PagedCache:
         device=None,
         dtype: torch.dtype | None = None,
         format: RowFormat | None = None,
-        layers: range | None = None,
+        layers: Sequence[int] | None = None,
     ):
         """layers: whose keys and values it keeps; None = all of the model."""
         layers = range(config.num_layers) if layers is None else layers

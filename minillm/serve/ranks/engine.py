@@ -106,7 +106,7 @@ def _engine(
     model = as_part(found["model"], sharers)
     if group.rank == 0 and proposer is not None:
         options["proposer"] = proposer_named(proposer, model) if isinstance(proposer, str) else proposer
-    llm = LLM(**found | options)
+    llm = LLM(**found | options | ({} if prefill is None else {"windows_apart": False}))
     if prefill is not None:
         llm.handovers = prefill.attach(llm, whole)
     return llm

@@ -19,11 +19,14 @@ the plain engine, token by token. What is different:
 - The record of a step is written when its tokens are read; what it says of the pool is as of then.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from minillm.serve.requests.request import Sample
 from minillm.serve.run.core import EngineCore
 from minillm.serve.run.step import Step
+from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.sequence import State
 
 
@@ -40,9 +43,9 @@ class AsyncScheduling(EngineCore):
         """Launches a step, if there is anything to compute, and reads the one before it."""
         before, self.launched = self.launched, None  # a step that is interrupted forgets both
         pool = self.scheduler.pool
-        pool.withheld = frozenset() if before is None else written(before, pool.block_size)
+        withhold(pool, [] if before is None else [before])
         step = self.plan()
-        pool.withheld = frozenset()
+        withhold(pool, [])
         if step is not None:
             step.in_flight += before is not None
             self.execute(step)
@@ -102,7 +105,11 @@ class AsyncScheduling(EngineCore):
             sample.num_computed = min(sample.num_computed, place)
 
 
-def written(step: Step, block_size: int) -> frozenset[int]:
-    """The blocks that the step's pass writes."""
-    starts = zip(step.tables, step.starts, strict=True)
-    return frozenset(block for table, start in starts for block in table[start // block_size :])
+def withhold(pool: BlockPool, steps: Iterable[Step]) -> None:
+    """No lookup finds the blocks that the passes of these steps write."""
+    for each in pool.kinds:
+        each.withheld = frozenset()
+    for step in steps:
+        for each, tables in step.tables_of(pool):
+            starts = zip(tables, step.starts, strict=True)
+            each.withheld |= {block for table, start in starts for block in table[start // pool.block_size :]}

@@ -15,7 +15,7 @@ from minillm.serve.ranks.stage import Stage
 from minillm.serve.ranks.stage_runner import StageRunner
 from minillm.serve.run.adapters import store_of
 from minillm.serve.run.decode_graphs import wants_graphs
-from minillm.serve.run.memory import blocks_of_full_length, pool_sizes, rows_of_each
+from minillm.serve.run.memory import blocks_of_full_length, most_windowed_blocks, pool_sizes, rows_of_each
 from minillm.serve.run.model_runner import Runner
 from minillm.serve.run.optimise import compile_blocks, fuse
 from minillm.serve.run.warm_up import warm_up as run_warm_up
@@ -56,16 +56,22 @@ def build_pool(
     prefix_cache: bool,
     drafts: object,
     adapters: "AdapterStore | None",
+    windows_apart: bool,
     **options,
 ) -> BlockPool:
     """Of an engine. drafts: see `rows_of_each`. options: of `pool_sizes`."""
-    options["rows_of_each"] = rows_of_each(drafts)
+    config, options["rows_of_each"] = model.config, rows_of_each(drafts)
+    most = most_windowed_blocks(config, block_size, options["scheduling"], options["rows_of_each"] - 1)
+    options["windowed"] = most if windows_apart else 0
     options["reserved_bytes"] = getattr(backend, "workspace_bytes", 0)
     options["reserved_bytes"] += 0 if adapters is None else adapters.budget_bytes - adapters.nbytes
     sizes = pool_sizes(model, block_size, num_blocks, num_host_blocks, **options)
     total, on_host = (agreed(model, size) for size in sizes)  # rank 0's pool stands for those of all ranks
-    window = model.config.window_of_all_layers
-    return BlockPool(total, block_size, num_host_blocks=on_host, prefix_cache=prefix_cache, window=window)
+    of_both = {"num_host_blocks": on_host, "prefix_cache": prefix_cache}
+    if not options["windowed"]:
+        return BlockPool(total, block_size, window=config.window_of_all_layers, **of_both)
+    windowed = BlockPool(min(total, most), block_size, window=config.sliding_window, **of_both)
+    return BlockPool(total, block_size, windowed=windowed, **of_both)
 
 
 def build_scheduler(
@@ -99,12 +105,18 @@ def build_runner(
     """For the steps and the pool of a scheduler. graphs, warm_up: as of `LLM`."""
     weight, pool, most = weight_of(model), scheduler.pool, scheduler.max_num_seqs
     where = {"num_host_blocks": pool.num_host_blocks, "device": weight.device, "dtype": weight.dtype}
-    cache = PagedCache(model.config, pool.total, pool.block_size, format=kv_format, layers=layers_of(model), **where)
-    widest = blocks_of_full_length(model.config, pool.block_size)
+    config, layers = model.config, layers_of(model)
+    apart = [layer for layer in layers if pool.windowed is not None and config.window(layer) is not None]
+    kinds = zip(pool.kinds, ([layer for layer in layers if layer not in apart], apart), strict=False)
+    caches = [
+        PagedCache(config, each.total, each.block_size, format=kv_format, layers=own, **where) for each, own in kinds
+    ]
+    widest = blocks_of_full_length(config, pool.block_size)
     runner = runner_of(model)(
         model,
-        cache,
+        caches[0],
         backend,
+        windowed=None if pool.windowed is None else caches[1],
         table_rows=2 * most,
         table_width=widest if pool.window is not None else min(pool.total, widest),
         graphs=most if not isinstance(model, Stage) and wants_graphs(graphs, backend, weight.device) else 0,

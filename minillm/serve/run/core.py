@@ -103,8 +103,8 @@ class EngineCore:
 
     def _fail(self, step: Step) -> None:
         """Nothing that the step wrote is ever hit; the other requests and the pool stay whole."""
-        for (sample, _), table in zip(step.plan.batch, step.tables, strict=True):
-            self.scheduler.pool.invalidate(table, sample.block_hashes)
+        for place in range(len(step.plan.batch)):
+            step.invalidate(self.scheduler.pool, place)
         self.builder.reset()
         for sample, _ in step.plan.batch:
             if sample.reason is None:

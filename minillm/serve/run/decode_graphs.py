@@ -14,6 +14,7 @@ and no slot of another sequence can come in. On the CPU a replay calls the funct
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,17 +23,17 @@ from torch import Tensor
 from minillm.model import Transformer
 from minillm.model.paged import PagedAttention, PagedCache
 from minillm.model.paged.backend import Backend, FixedDecode
+from minillm.model.paged.by_window import by_window
 from minillm.model.paged.gather import Gathered
 from minillm.model.paged.tables import BlockTables, to_device
 from minillm.serve.run.step_inputs import StepInputs, fill_placeholders
 
 Replay = Callable[[], Tensor]
-OF_TOKENS = ("tokens", "positions", "slots")  # what a pass knows of each token; placeholders are filled in the first
 
 
 @dataclass
 class Graph:
-    """Of one size. inputs: the arrays named in OF_TOKENS, [size] each, then the backend's plan; on the device."""
+    """Of one size. inputs: what a pass knows of each token, [size] each, then the backend's plan; on the device."""
 
     size: int
     attention: FixedDecode
@@ -42,12 +43,13 @@ class Graph:
 
 @dataclass(eq=False)
 class DecodeGraphs:
-    """Of one model and the memory it reads. largest: sequences of a step, at most. A pass that cannot be recorded,
+    """Of one model and the memory it reads. caches: by the name of the array that has their slots, see `Runner.caches`;
+    each has its share of the rows of the tables. largest: sequences of a step, at most. A pass that cannot be recorded,
     because the model reads something back in its middle, is reported once in a warning, and all steps run as they come.
     """
 
     model: Transformer
-    cache: PagedCache
+    caches: dict[str, PagedCache]
     backend: Backend
     tables: BlockTables
     largest: int
@@ -57,11 +59,13 @@ class DecodeGraphs:
     def __post_init__(self):
         sizes = {1, 2, 4, 8, *range(16, self.largest, 16), self.largest}
         self.sizes = sorted(size for size in sizes if size <= self.largest)
+        self.of_tokens = ("tokens", "positions", *self.caches)  # arrays; placeholders are filled in the first
+        self.cache = self.caches["slots"]
 
     def logits(self, step: StepInputs, of_tokens: dict[str, np.ndarray], sampled: Tensor | None) -> Tensor | None:
         """[sequences, vocab_size], float32, to be read before the next call; None if there is no graph for them.
 
-        step: one token for each sequence. of_tokens: the arrays in OF_TOKENS, a number for each token. sampled: what
+        step: one token for each sequence. of_tokens: arrays with a number for each token. sampled: what
         placeholders among the tokens stand for; None = there are none.
         """
         count = len(step.tokens)
@@ -78,7 +82,7 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             graph = self._make(size)
             plan = torch.from_numpy(graph.attention.plan(np.zeros(size, np.int64), np.ones(size, np.int64)))
-            graph.inputs[len(OF_TOKENS) * size :].copy_(plan)
+            graph.inputs[len(self.of_tokens) * size :].copy_(plan)
             if not self._is_recorded(graph):
                 return
 
@@ -96,14 +100,14 @@ class DecodeGraphs:
     def _make(self, size: int) -> Graph:
         pool = self.cache.pool
         attention = self.backend.fixed(size, pool.shape[-2], pool.device)
-        inputs = torch.zeros(len(OF_TOKENS) * size + attention.plan_size, dtype=torch.int64, device=pool.device)
+        inputs = torch.zeros(len(self.of_tokens) * size + attention.plan_size, dtype=torch.int64, device=pool.device)
         graph = self.graphs[size] = Graph(size, attention, inputs)
         return graph
 
     def _fill(self, graph: Graph, step: StepInputs, of_tokens: dict[str, np.ndarray], sampled: Tensor | None) -> None:
         """A step's inputs, where the graph reads them."""
         count, rows, context_lens = len(step.tokens), step.rows, step.starts + 1
-        columns = [of_tokens[name] for name in OF_TOKENS]
+        columns = [of_tokens[name] for name in self.of_tokens]
         if graph.size > count:
             padded = np.full(graph.size, step.starts.argmin())
             padded[:count] = np.arange(count)
@@ -121,13 +125,15 @@ class DecodeGraphs:
     def _compute(self, graph: Graph) -> Tensor:
         """The pass, from what lies on the device alone."""
         size, tables, attention = graph.size, self.tables, graph.attention
-        *columns, plan = graph.inputs.split([size] * len(OF_TOKENS) + [attention.plan_size])
-        of_tokens = dict(zip(OF_TOKENS, columns, strict=True))
+        *columns, plan = graph.inputs.split([size] * len(self.of_tokens) + [attention.plan_size])
+        of_tokens, each = dict(zip(self.of_tokens, columns, strict=True)), []
 
-        def prepare(q: Tensor, k_pool: Tensor, **options):
-            return attention.prepare(q, k_pool, tables.on_device, plan, **options)
+        def prepare(q: Tensor, k_pool: Tensor, rows: Tensor, **options):
+            return attention.prepare(q, k_pool, rows, plan, **options)
 
-        paged = PagedAttention(self.cache, of_tokens["slots"], prepare)
+        for (name, cache), rows in zip(self.caches.items(), tables.on_device.chunk(len(self.caches)), strict=True):
+            each.append(PagedAttention(cache, of_tokens[name], partial(prepare, rows=rows)))
+        paged = by_window(*each)
         return self.model(of_tokens["tokens"][None], of_tokens["positions"], attention=paged)[0].float()
 
     def _record(self, compute: Replay) -> Replay:

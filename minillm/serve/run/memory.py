@@ -5,6 +5,8 @@ pass over `token_budget` tokens and its sampling take on top. On the CPU a share
 there takes what is left. In both cases never more than max_num_seqs sequences of full length could fill.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 
 import psutil
@@ -15,7 +17,7 @@ from minillm.model.draw import Draw
 from minillm.model.kernels import gpu_of
 from minillm.model.paged.quantized import RowFormat
 from minillm.model.parts import weight_of
-from minillm.predict.model import kv_bytes_per_token
+from minillm.predict.model import kv_bytes_per_token, windowed_blocks
 from minillm.serve.numbers import check_whole
 from minillm.serve.ranks.part import agreed, layers_of, ranks_here
 from minillm.serve.ranks.stage import Stage
@@ -58,27 +60,31 @@ def pool_sizes(
     utilization: float | None,
     kv_format: RowFormat | None,
     scheduling: dict[str, object],
+    windowed: int = 0,
     **more: int,
 ) -> tuple[int, int]:
     """(blocks on the device, blocks on the host to swap to) of an engine: those asked for, None = what fits.
 
     scheduling: options of its scheduler. By default the host has as many blocks as the device, if it swaps, and a share
-    of the free RAM holds them, for a GPU at most MOST_PINNED_BYTES. more: of `default_num_blocks`. ValueError for more
-    than the whole memory of the device, or of the host, holds.
+    of the free RAM holds them, for a GPU at most MOST_PINNED_BYTES. windowed, more: of `default_num_blocks`. ValueError
+    for more than the whole memory of the device, or of the host, holds.
     """
     weight, ram = weight_of(model), psutil.virtual_memory()
-    size = block_bytes(model.config, block_size, weight.dtype, kv_format, len(layers_of(model)))
+    sizes = block_sizes(model, block_size, kv_format, windowed)
     if num_blocks is None:
         limits = {name: scheduling[name] for name in ("max_num_seqs", "token_budget") if name in scheduling}
-        num_blocks = default_num_blocks(model, block_size, utilization, kv_format=kv_format, **limits, **more)
+        limits |= {"windowed": windowed} | more
+        num_blocks = default_num_blocks(model, block_size, utilization, kv_format=kv_format, **limits)
     if num_host_blocks is None:
         swaps = scheduling.get("preemption") == "swap"
         room = CPU_SHARE * ram.available / ranks_here(model)
         room = min(room, MOST_PINNED_BYTES) if weight.is_cuda else room
-        num_host_blocks = min(num_blocks, int(room // size)) if swaps else 0
+        num_host_blocks = min(num_blocks, int(room // sum(sizes.of_each))) if swaps else 0
     device = torch.cuda.mem_get_info(weight.device)[1] if weight.is_cuda else ram.total
-    _check_fits("num_blocks", num_blocks, 1, size, device)
-    _check_fits("num_host_blocks", num_host_blocks, 0, size, ram.total)
+    check_whole("num_blocks", num_blocks, 1)
+    check_whole("num_host_blocks", num_host_blocks, 0)
+    _check_fits("num_blocks", num_blocks, sizes.of(num_blocks), device)
+    _check_fits("num_host_blocks", num_host_blocks, num_host_blocks * sum(sizes.of_each), ram.total)
     return num_blocks, num_host_blocks
 
 
@@ -92,10 +98,11 @@ def default_num_blocks(
     kv_format: RowFormat | None = None,
     rows_of_each: int = 1,
     reserved_bytes: int = 0,
+    windowed: int = 0,
 ) -> int:
     """Blocks for an engine. kv_format: see `PagedCache`. rows_of_each: logits that a sequence wants in one step, more
-    than 1 only with drafts. reserved_bytes: of the GPU, for what is allocated later. ValueError if there is no room for
-    a single block."""
+    than 1 only with drafts. reserved_bytes: of the GPU, for what is allocated later. windowed: see `block_sizes`.
+    ValueError if there is no room for a single block."""
     check_whole("max_num_seqs", max_num_seqs, 1)
     check_whole("token_budget", token_budget, 1)
     weight = weight_of(model)
@@ -109,7 +116,7 @@ def default_num_blocks(
         room = share * total - (total - free) - needed - reserved_bytes
     else:
         room = share * psutil.virtual_memory().available / ranks_here(model)
-    fits = int(room // block_bytes(model.config, block_size, weight.dtype, kv_format, len(layers_of(model))))
+    fits = block_sizes(model, block_size, kv_format, windowed).fitting(room)
     if fits < 1:
         raise ValueError(
             f"no memory is left for keys and values on {weight.device} at gpu_memory_utilization {share}: raise it, "
@@ -124,10 +131,51 @@ def rows_of_each(drafts: object) -> int:
     return 1 + (drafts if isinstance(drafts, int) else getattr(drafts, "most", 8))
 
 
-def _check_fits(name: str, number: int, least: int, block_bytes: int, memory: int) -> None:
-    """ValueError for more blocks than the whole memory holds."""
-    check_whole(name, number, least)
-    if (size := number * block_bytes) > memory:
+def most_windowed_blocks(config: ModelConfig, block_size: int, scheduling: dict[str, object], drafts: int) -> int:
+    """Blocks of the layers with a sliding window, apart from those that see everything, that max_num_seqs sequences can
+    hold, and one to keep for each (`Scheduler`'s reserve); 0 if the layers are not of both kinds."""
+    if len({config.window(layer) for layer in range(config.num_layers)}) == 1:
+        return 0
+    check_whole("chunk", scheduling.get("chunk"), 1, optional=True)
+    budget = scheduling.get("token_budget", 512)
+    piece = min((scheduling.get("chunk") or budget) + drafts, budget)
+    of_each = windowed_blocks(config.sliding_window, block_size, piece + 1)  # one token may be taken back
+    return scheduling.get("max_num_seqs", 64) * (of_each + 1)
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """of_each: bytes of a block, and of one in the pool of the layers with a window, if that is apart. windowed: how
+    many blocks the second pool has at most: it never needs more of them than the first has."""
+
+    of_each: tuple[int, int]
+    windowed: int
+
+    def of(self, blocks: int) -> int:
+        """Bytes of so many blocks, those of the second pool included."""
+        return blocks * self.of_each[0] + min(blocks, self.windowed) * self.of_each[1]
+
+    def fitting(self, room: float) -> int:
+        """Blocks in so many bytes."""
+        blocks = int(room // sum(self.of_each))
+        if blocks <= self.windowed or not self.windowed:
+            return blocks
+        return int((room - self.windowed * self.of_each[1]) // max(1, self.of_each[0]))  # 0: a stage has none such
+
+
+def block_sizes(
+    model: Transformer, block_size: int, kv_format: RowFormat | None = None, windowed: int = 0
+) -> BlockSizes:
+    """windowed: blocks that layers with a window have apart from the others (`most_windowed_blocks`); 0 = none."""
+    layers = layers_of(model)
+    apart = sum(model.config.window(layer) is not None for layer in layers) if windowed else 0
+    of_layers = partial(block_bytes, model.config, block_size, weight_of(model).dtype, kv_format)
+    return BlockSizes((of_layers(len(layers) - apart), of_layers(apart)), windowed)
+
+
+def _check_fits(name: str, number: int, size: int, memory: int) -> None:
+    """ValueError for more blocks than the whole memory holds. size: their bytes."""
+    if size > memory:
         raise ValueError(
             f"{name} {number} blocks are {size / 1e9:,.1f} GB of keys and values, and the memory is "
             f"{memory / 1e9:,.1f} GB in all: ask for fewer, or leave it out to take what fits."

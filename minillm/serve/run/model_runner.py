@@ -17,6 +17,7 @@ from torch import Tensor
 from minillm.model import Transformer
 from minillm.model.attention.causal import AttentionFunction
 from minillm.model.paged import Backend, PagedAttention, PagedCache
+from minillm.model.paged.by_window import by_window
 from minillm.model.paged.cache import prepare_pass
 from minillm.model.paged.tables import BlockTables, slots_of_tokens, to_device
 from minillm.serve.run.decode_graphs import DecodeGraphs
@@ -25,7 +26,7 @@ from minillm.serve.sample.allowed import rule_out_all_but
 from minillm.serve.sample.batch import SampledTokens
 from minillm.serve.sample.isolate import sample_isolated
 from minillm.serve.sample.seen import SeenTokens
-from minillm.serve.schedule.blocks import COPY, FROM_HOST, RECEIVE, TO_HOST
+from minillm.serve.schedule.blocks import COPY, FROM_HOST, OF_WINDOWED, RECEIVE, TO_HOST
 
 if TYPE_CHECKING:
     from minillm.serve.transfer.receive import Receiver
@@ -49,10 +50,12 @@ class StepOutputs:
 class Runner:
     """The model, keys and values, block tables, and the ids that the step before sampled.
 
-    table_rows, table_width: size of the block tables. graphs: sequences of the largest step that is replayed as a CUDA
-    graph (`decode_graphs.py`); 0 = none is. routed: `AdapterStore.routed`, for steps with adapters, which are not
-    replayed. moved: how many moves of the last step were carried out. beat_s: seconds after which `ready` is to be
-    called again where there is nothing to compute; None = it need not be. stages: steps that can be under way at once.
+    table_rows, table_width: size of the block tables, with windowed of each half: the second is of the blocks in that
+    cache, which has the layers with a sliding window where others see everything. graphs: sequences of the largest step
+    that is replayed as a CUDA graph (`decode_graphs.py`); 0 = none is. routed: `AdapterStore.routed`, for steps with
+    adapters, which are not replayed. moved: how many moves of the last step were carried out. beat_s: seconds after
+    which `ready` is to be called again where there is nothing to compute; None = it need not be. stages: steps that can
+    be under way at once.
     """
 
     beat_s: float | None = None
@@ -68,10 +71,12 @@ class Runner:
         table_width: int,
         graphs: int = 0,
         routed: Callable[..., AbstractContextManager] = nullcontext,
+        windowed: PagedCache | None = None,
     ):
-        self.model, self.cache, self.backend, self.routed = model, cache, backend, routed
-        self.tables = BlockTables(table_rows, table_width, cache.pool.device)
-        self.graphs = DecodeGraphs(model, cache, backend, self.tables, graphs) if graphs else None
+        self.model, self.cache, self.backend, self.routed, self.windowed = model, cache, backend, routed, windowed
+        self.caches = {"slots": cache} | ({} if windowed is None else {"windowed slots": windowed})
+        self.tables, self.rows = BlockTables(table_rows * len(self.caches), table_width, cache.pool.device), table_rows
+        self.graphs = DecodeGraphs(model, self.caches, backend, self.tables, graphs) if graphs else None
         self.seen = SeenTokens()
         self.receiver: Receiver | None = None  # of blocks that wait for keys, see `minillm/serve/transfer`
         self.sender: Sender | None = None  # to those who wait
@@ -102,12 +107,14 @@ class Runner:
 
     def _move_blocks(self, moves: np.ndarray) -> None:
         for kind, source, target in moves.tolist():
+            cache = self.cache if kind < OF_WINDOWED else self.windowed
+            kind %= OF_WINDOWED
             if kind == COPY:
-                self.cache.copy(source, target)
+                cache.copy(source, target)
             elif kind == TO_HOST:
-                self.cache.to_host([source], [target])
+                cache.to_host([source], [target])
             elif kind == FROM_HOST:
-                self.cache.from_host([source], [target])
+                cache.from_host([source], [target])
             elif kind == RECEIVE:
                 self.receiver.open(source, target)
             else:
@@ -119,24 +126,27 @@ class Runner:
     def _forward(self, step: StepInputs, before: Tensor | None) -> StepOutputs:
         tables = self.tables
         tables.write_on_host(step.table_places, step.table_blocks)
-        positions, slots = slots_of_tokens(tables.host, step.rows, step.starts, step.counts, self.cache.block_size)
+        of_tokens = {"tokens": step.tokens}
+        for first, name in zip((0, self.rows), self.caches, strict=False):
+            which = (tables.host, step.rows + first, step.starts, step.counts, self.cache.block_size)
+            of_tokens["positions"], of_tokens[name] = slots_of_tokens(*which)
         if before is not None and step.tokens.min() >= 0:
             before = None  # without placeholders
         one_each = len(step.tokens) == len(step.rows) == len(step.wanted)
         replayed = one_each and not step.hidden and step.adapters is None and not len(step.sends)
         if self.graphs is not None and replayed:
-            of_tokens = {"tokens": step.tokens, "positions": positions, "slots": slots}
             logits = self.graphs.logits(step, of_tokens, before)
             if logits is not None:
                 return StepOutputs(logits)
-        arrays = (step.tokens, positions, slots, step.rows, step.wanted, step.table_places, step.table_blocks)
-        tokens, positions, slots, rows, wanted, places, blocks = to_device(arrays, self.cache.pool.device)
-        tables.write_on_device(places, blocks)
-        tokens = fill_placeholders(tokens, before)[None]
-        attention, outputs = self._attention(step, slots, rows), StepOutputs()
+        arrays = of_tokens | {"rows": step.rows, "wanted": step.wanted}
+        arrays |= {"table_places": step.table_places, "table_blocks": step.table_blocks}
+        there = dict(zip(arrays, to_device(list(arrays.values()), self.cache.pool.device), strict=True))
+        tables.write_on_device(there["table_places"], there["table_blocks"])
+        tokens = fill_placeholders(there["tokens"], before)[None]
+        attention, outputs = self._attention(step, there), StepOutputs()
         adapted = nullcontext() if step.adapters is None else self.routed(step.adapters, step.counts)
         with self._keep_hidden(outputs) if step.hidden else nullcontext(), adapted:
-            logits = self._compute(tokens, positions, attention, wanted)
+            logits = self._compute(tokens, there["positions"], attention, there["wanted"])
         outputs.logits = None if logits is None else logits.float()
         return outputs
 
@@ -144,12 +154,16 @@ class Runner:
         """tokens: [1, n] -> [r, vocab_size], the logits of the wanted ones; None if another rank has them."""
         return self.model(tokens, positions, attention=attention, rows=wanted)[0]
 
-    def _attention(self, step: StepInputs, slots: Tensor, rows: Tensor) -> AttentionFunction:
+    def _attention(self, step: StepInputs, there: dict[str, Tensor]) -> AttentionFunction:
+        """there: slots and rows, on the device."""
         ends = step.starts + step.counts
         widest = min(-(-int(ends.max()) // self.cache.block_size), self.tables.host.shape[1])
-        block_table = self.tables.on_device[:, :widest].index_select(0, rows)
-        sizes = {"block_table": block_table, "query_lens": step.counts.tolist(), "context_lens": ends.tolist()}
-        attention = PagedAttention(self.cache, slots, partial(prepare_pass, self.backend, **sizes))
+        sizes, each = {"query_lens": step.counts.tolist(), "context_lens": ends.tolist()}, []
+        for first, (name, cache) in zip((0, self.rows), self.caches.items(), strict=False):
+            block_table = self.tables.on_device[first:, :widest].index_select(0, there["rows"])
+            prepare = partial(prepare_pass, self.backend, block_table=block_table, **sizes)
+            each.append(PagedAttention(cache, there[name], prepare))
+        attention = by_window(*each)
         return self.sender.following(attention, step, self.tables.host) if len(step.sends) else attention
 
     def _keep_hidden(self, outputs: StepOutputs):

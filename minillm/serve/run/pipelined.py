@@ -18,7 +18,7 @@ from collections import deque
 
 import torch
 
-from minillm.serve.run.async_scheduling import written
+from minillm.serve.run.async_scheduling import withhold
 from minillm.serve.run.core import EngineCore
 from minillm.serve.run.step import Step
 
@@ -35,9 +35,9 @@ class Pipelined(EngineCore):
     def step(self) -> None:
         """Launches a step, if there is anything to compute, and reads the oldest if no other can be launched."""
         launched, pool = self.launched, self.scheduler.pool
-        pool.withheld = frozenset().union(*[written(step, pool.block_size) for step in launched])
+        withhold(pool, launched)
         step = self.plan()
-        pool.withheld = frozenset()
+        withhold(pool, [])
         if step is not None:
             step.in_flight += len(launched)
             self.execute(step)

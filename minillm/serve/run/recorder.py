@@ -19,6 +19,7 @@ class StepRecord:
     batch: (sequence, first position, tokens) of each; a sequence's name is "request id/sample". sampled: new tokens.
     ended: request ids. waiting includes those preempted. tables: sequence -> blocks, and references: holders of each
     block, only if the engine was asked for them. in_flight: steps under way when this one was launched, and itself.
+    windowed: blocks used by layers with a sliding window, if they have a pool of their own (`BlockPool.windowed`).
     """
 
     step: int
@@ -38,6 +39,7 @@ class StepRecord:
     tables: dict[str, list[int]] | None = None
     references: list[int] | None = None
     in_flight: int = 1
+    windowed: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -79,5 +81,6 @@ def record(scheduler: Scheduler, step: Step, *, blocks: bool, **facts) -> StepRe
         tables={sequence.name: sequence.held_blocks for sequence in running} if blocks else None,
         references=list(pool.references) if blocks else None,
         in_flight=step.in_flight,
+        windowed=None if pool.windowed is None else pool.windowed.used,
         **facts,
     )

@@ -6,7 +6,7 @@ plan ──▶ Step: what each sequence had when it was planned, whatever become
          StepInputs ──▶ Runner.execute ──▶ StepOutputs
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,7 +29,7 @@ Ready = tuple[Sample, int, int, int]
 @dataclass(eq=False)
 class Step:
     """starts: tokens computed before, of each sequence of the plan; rows, tables: its row of the block tables and the
-    blocks that it has in this step.
+    blocks that it has in this step; windowed: those of `BlockPool.windowed`, if there is one.
 
     drafts: draft tokens to compute after a sequence's own, by place in the plan. ready: the samples that get tokens;
     the first of several (n > 1) is followed by the others, once they run; forks: there is such a one. dropped: rows of
@@ -44,6 +44,7 @@ class Step:
     starts: list[int]
     rows: list[int]
     tables: list[list[int]]
+    windowed: list[list[int]] = field(default_factory=list)
     drafts: dict[int, list[int]] = field(default_factory=dict)
     ready: list[Ready] = field(default_factory=list)
     forks: bool = False
@@ -57,12 +58,21 @@ class Step:
     def raised(self, failure: Exception) -> None:
         self.error = f"{type(failure).__name__}: {failure}"
 
+    def tables_of(self, pool: BlockPool) -> Iterator[tuple[BlockPool, list[list[int]]]]:
+        """Each pool with the blocks of every sequence in it."""
+        return zip(pool.kinds, (self.tables, self.windowed), strict=False)
+
+    def invalidate(self, pool: BlockPool, place: int) -> None:
+        """What the pass wrote for the sequence at this place of the plan is wrong."""
+        for each, tables in self.tables_of(pool):
+            each.invalidate(tables[place], self.plan.batch[place][0].block_hashes)
+
 
 class InputBuilder:
     """Makes `StepInputs`. pool: whose moves the next step carries out; rows, width: size of the block tables."""
 
     def __init__(self, pool: BlockPool, rows: int, width: int):
-        self.pool, self.table_rows, self.seen = pool, TableRows(rows, width), SeenOnHost()
+        self.pool, self.table_rows, self.seen = pool, TableRows(rows, width, len(pool.kinds)), SeenOnHost()
         self.sends_of: Callable[[Step], np.ndarray] | None = None  # of an engine that prefills for others
 
     def reset(self) -> None:

@@ -10,36 +10,46 @@ from minillm.serve.schedule.sequence import Sequence
 
 
 class TableRows:
-    """rows, width: size of the block tables; there are rows for all sequences of a step."""
+    """rows, width: size of the block tables; there are rows for all sequences of a step. kinds: 2 where the pool has
+    windowed layers apart, whose blocks stand in a second half of the rows."""
 
-    def __init__(self, rows: int, width: int):
-        self.num_rows, self.width = rows, width
+    def __init__(self, rows: int, width: int, kinds: int = 1):
+        self.num_rows, self.width, self.kinds = rows // kinds, width, kinds
         self.reset()
 
     def reset(self) -> None:
         """Forgets what the tables hold: the next steps write every row anew."""
         self._row_of: dict[Sequence, int] = {}
         self._unused = list(range(self.num_rows))
-        self._blocks_of_row: list[list[int]] = [[] for _ in self._unused]  # in lists that nothing changes later
+        self._blocks_of_row: list[list[int]] = [
+            [] for _ in range(self.num_rows * self.kinds)
+        ]  # in lists that nothing changes later
         self._places: list[int] = []  # of the flattened tables, to be written with the next step
         self._blocks: list[int] = []
 
-    def update(self, sequences: list[Sequence]) -> tuple[list[int], list[list[int]]]:
-        """The rows of these sequences, and the blocks that they have in this step. Where those have changed, the next
-        step writes them."""
-        blocks_of_row, width, rows = self._blocks_of_row, self.width, []
+    def update(self, sequences: list[Sequence]) -> tuple[list[int], list[list[int]], list[list[int]]]:
+        """The rows of these sequences, and the blocks that they have in this step, of each kind. Where those have
+        changed, the next step writes them."""
+        held, rows, second = self._blocks_of_row, [], self.num_rows
         for sequence in sequences:
-            row, blocks = self._row_of.get(sequence), sequence.blocks
+            row = self._row_of.get(sequence)
             if row is None:
                 row = self._new_row(sequence, sequences)
-            if (held := blocks_of_row[row]) != blocks:
-                start = len(held) if blocks[: len(held)] == held else 0
-                stop = min(len(blocks), width)
-                self._places += range(row * width + start, row * width + stop)
-                self._blocks += blocks[start:stop]
-                blocks_of_row[row] = list(blocks)
+            if held[row] != sequence.blocks:
+                self._write(row, sequence.blocks)
+            if self.kinds == 2 and held[second + row] != sequence.windowed.blocks:
+                self._write(second + row, sequence.windowed.blocks)
             rows.append(row)
-        return rows, [blocks_of_row[row] for row in rows]
+        return rows, [held[row] for row in rows], [held[second + row] for row in rows] if self.kinds == 2 else []
+
+    def _write(self, row: int, blocks: list[int]) -> None:
+        """With the next step, as far as it is new."""
+        held, width = self._blocks_of_row[row], self.width
+        start = len(held) if blocks[: len(held)] == held else 0
+        stop = min(len(blocks), width)
+        self._places += range(row * width + start, row * width + stop)
+        self._blocks += blocks[start:stop]
+        self._blocks_of_row[row] = list(blocks)
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
         """`StepInputs.table_places` and `table_blocks`, for whoever writes them."""

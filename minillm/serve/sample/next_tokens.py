@@ -55,7 +55,7 @@ class NextTokens:
         """
         for row, ((sample, place, _, _), given) in enumerate(zip(step.ready, tokens, strict=True)):
             if given is None and row not in step.dropped:
-                self.scheduler.pool.invalidate(step.tables[place], sample.block_hashes)
+                step.invalidate(self.scheduler.pool, place)
                 if sample.reason is None:
                     reason = f"its logits are not finite after {sample.num_tokens} tokens (NaN or infinite)"
                     self.requests.end(sample.request, "failed", reason)

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from minillm.serve.numbers import check_whole
 
 COPY, TO_HOST, FROM_HOST, RECEIVE, CLOSE = range(5)  # kinds of `BlockPool.moves`
+OF_WINDOWED = 8  # added to the kind of a move: of a block of `BlockPool.windowed`
 
 
 class Prefix:
@@ -59,10 +60,11 @@ def cache_namespace(adapter: str | None = None, salt: str | None = None) -> Pref
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens on the device, `num_host_blocks` on the host to swap to.
 
-    window: of a model whose layers all have this sliding window; sequences give back the blocks before it, which stay
-    cached until they are evicted. A block holds all layers of its tokens, so in a model where one layer sees everything
-    no block can go: vLLM has a table for each kind of layer instead
-    (https://github.com/vllm-project/vllm/blob/main/docs/design/hybrid_kv_cache_manager.md).
+    window: the sliding window of all layers whose keys are in its blocks; sequences give back the blocks before it,
+    which stay cached until they are evicted. windowed: where some layers see everything and others have a window, the
+    pool of the latter, so that their blocks can go; a sequence has a table in each (`held.py`), as in vLLM
+    (https://github.com/vllm-project/vllm/blob/main/docs/design/hybrid_kv_cache_manager.md), and this pool's moves are
+    those of both.
 
     moves: (COPY, TO_HOST or FROM_HOST, source, target) of blocks whose contents have to move, in this order, because a
     later one may overwrite what an earlier one reads. Among them (RECEIVE, ticket, block), which waits for keys from
@@ -77,12 +79,14 @@ class BlockPool:
         num_host_blocks: int = 0,
         prefix_cache: bool = True,
         window: int | None = None,
+        windowed: "BlockPool | None" = None,
     ):
         check_whole("num_blocks", num_blocks, 1)
         check_whole("block_size", block_size, 1)
         check_whole("num_host_blocks", num_host_blocks, 0)
         self.total, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
-        self.num_host_blocks, self.window = num_host_blocks, window
+        self.num_host_blocks, self.window, self.windowed = num_host_blocks, window, windowed
+        self.kinds = (self,) if windowed is None else (self, windowed)
         self.evicted = self.copied = 0
         self.reset()
 
@@ -96,6 +100,13 @@ class BlockPool:
         self._prefix: list[Prefix | None] = [None] * self.total
         self.moves: list[tuple[int, int, int]] = []
         self.withheld: frozenset[int] = frozenset()  # cached, and no lookup finds them for now
+        if self.windowed is not None:
+            self.windowed.reset()
+
+    @property
+    def slides(self) -> bool:
+        """Whether any layer has a window."""
+        return any(each.window is not None for each in self.kinds)
 
     @property
     def free(self) -> int:
@@ -236,6 +247,8 @@ class BlockPool:
     def take_moves(self) -> list[tuple[int, int, int]]:
         """The moves so far, for whoever carries them out."""
         moves, self.moves = self.moves, []
+        if self.windowed is not None:
+            moves += [(kind + OF_WINDOWED, *blocks) for kind, *blocks in self.windowed.take_moves()]
         return moves
 
     def _evict(self) -> int:

@@ -20,6 +20,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from minillm.serve.checks import check_fits, check_scheduler
+from minillm.serve.schedule import held
 from minillm.serve.schedule.blocks import BlockPool, Prefix
 from minillm.serve.schedule.policies import POLICIES
 from minillm.serve.schedule.sequence import Plan, Sequence, State
@@ -54,7 +55,7 @@ class Scheduler:
         check_scheduler(policy, preemption, **numbers, chunk=chunk, max_waiting=max_waiting)
         self.pool, self.token_budget, self.max_num_seqs = pool, token_budget, max_num_seqs
         self.chunk, self.patience = chunk or token_budget, patience
-        self.piece = None if pool.window is None else min(self.chunk, token_budget)  # see `Sequence.wanted`
+        self.piece = min(self.chunk, token_budget) if pool.slides else None  # see `Sequence.wanted`
         self.reserve, self.max_waiting, self.adapters_fit = reserve, max_waiting, adapters_fit
         self.swaps, self._victim_key = preemption == "swap", POLICIES[policy]
         self.step, self.stages = 0, 1
@@ -136,25 +137,24 @@ class Scheduler:
         """The plan is computed. Returns those whose last token was: their next one can be sampled."""
         for sequence, tokens in plan.batch:
             sequence.num_computed = min(sequence.num_computed + tokens, len(sequence.tokens))
-        if self.pool.window is not None:
+        if self.piece is not None:
             for sequence, _ in plan.batch:
-                self._release_unseen(sequence)
+                held.release_unseen(self.pool, sequence)
         return [sequence for sequence, _ in plan.batch if sequence.num_computed == len(sequence.tokens)]
 
     def commit_accepted(self, sequence: Sequence) -> None:
         """Its new tokens are verified: the blocks they filled are shared, those of rejected draft tokens go back."""
         before, sequence.num_computed = sequence.num_computed, sequence.num_tokens - 1
         self._cache_blocks(sequence, before // self.pool.block_size, sequence.num_computed // self.pool.block_size)
-        self._release_behind(sequence)
-        self._release_unseen(sequence)
+        held.release_behind(self.pool, sequence)
+        held.release_unseen(self.pool, sequence)
 
     def take_back(self, sequence: Sequence, start: int) -> None:
         """A pass spoilt what it wrote from `start` on: nobody may hit it, and it is computed again."""
-        first = start // self.pool.block_size
-        self.pool.invalidate(sequence.blocks[first:], sequence.block_hashes[first:])
+        held.invalidate(self.pool, sequence, start // self.pool.block_size)
         sequence.num_computed = start
-        self._release_behind(sequence)
-        if self.pool.window is not None and start < sequence.num_tokens - 1:  # what those tokens see may be gone
+        held.release_behind(self.pool, sequence)
+        if self.piece is not None and start < sequence.num_tokens - 1:  # what those tokens see may be gone
             sequence.num_computed = 0
             self._preempt(sequence)
 
@@ -170,8 +170,7 @@ class Scheduler:
         """
         sequence.num_seqs = 1
         for other in others:
-            self.pool.share(sequence.held_blocks)
-            other.blocks, other.first_block = sequence.blocks.copy(), sequence.first_block
+            held.share(self.pool, sequence, other)
             other.num_computed, other.last_step = sequence.num_computed, sequence.last_step
             other.block_hashes = list(sequence.block_hashes)
             other.rank, other.state = (*sequence.rank[:2], next(self._forks)), RUNNING
@@ -182,24 +181,24 @@ class Scheduler:
         if sequence.state is RUNNING:
             self._stop_running(sequence)
             if wrong:
-                self.pool.invalidate(sequence.blocks, sequence.block_hashes)
+                held.invalidate(self.pool, sequence)
         elif sequence.state is State.WAITING:
             self.num_waiting -= 1
         sequence.state = State.FINISHED
-        self.pool.release(sequence.held_blocks)
-        self.pool.drop(sequence.host_blocks)
-        sequence.blocks, sequence.host_blocks = [], []
+        held.release_all(self.pool, sequence)
 
     def _give(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         """Plans the next tokens of a sequence that has blocks for all; returns how many."""
         size, computed = self.pool.block_size, sequence.num_computed
         if budget and sequence.num_uncomputed > 1 and computed % size == 0:  # others may have computed it meanwhile
-            found = self.pool.lookup(self._prefixes(sequence)[computed // size : len(sequence.blocks) - 1])
-            own = slice(computed // size, computed // size + len(found))
-            self.pool.share(found)
-            self.pool.release(sequence.blocks[own])
-            sequence.blocks[own] = found
-            sequence.skip(size * len(found))
+            chain = self._prefixes(sequence)[computed // size : len(sequence.blocks) - 1]
+            found = [pool.lookup(chain) for pool in self.pool.kinds]
+            own = slice(computed // size, computed // size + min(map(len, found)))
+            for (pool, mine), blocks in zip(held.tables(self.pool, sequence), found, strict=True):
+                blocks = pool.share(blocks[: own.stop - own.start])
+                pool.release(mine.blocks[own])
+                mine.blocks[own] = blocks
+            sequence.skip(size * (own.stop - own.start))
         room = len(sequence.blocks) * size - sequence.num_computed
         tokens = min(sequence.num_uncomputed, budget, self.chunk, room)
         over = (sequence.num_computed + tokens) % size
@@ -215,10 +214,11 @@ class Scheduler:
         """Draft tokens preempt nobody, delay no prompt and are not published: only their own sequence sees them."""
         for place, (sequence, tokens) in enumerate(plan.batch):
             if sequence.num_draft_tokens and tokens == sequence.num_uncomputed:
-                room = (len(sequence.blocks) + self.pool.available) * self.pool.block_size - sequence.num_tokens
+                room = len(sequence.blocks) + held.available(self.pool)
+                room = room * self.pool.block_size - sequence.num_tokens
                 drafts = min(sequence.num_draft_tokens, budget, room)
                 missing = self.pool.blocks_for(sequence.num_tokens + drafts) - len(sequence.blocks)
-                sequence.blocks += self.pool.allocate(max(0, missing))
+                held.allocate(self.pool, sequence, max(0, missing))
                 plan.batch[place] = sequence, tokens + drafts
                 budget -= drafts
 
@@ -230,7 +230,7 @@ class Scheduler:
             shared = not missing and self.pool.references[sequence.blocks[index]] > 1
             if not missing and not shared:  # nearly always: the last block has room
                 return True
-            if missing + shared <= self.pool.available:
+            if missing + shared <= held.available(self.pool):
                 break
             later = [each for each in self.running[self.running.index(sequence) + 1 :] if each.num_uncomputed]
             if not later:
@@ -238,8 +238,9 @@ class Scheduler:
             victim = max(later, key=lambda s: (self._victim_key(s), s.rank))
             self._preempt(victim)
             plan.preempted.append(victim)
-        sequence.blocks += self.pool.allocate(missing)
-        self.pool.copy_on_write(sequence.blocks, index)
+        held.allocate(self.pool, sequence, missing)
+        for pool, mine in held.tables(self.pool, sequence):
+            pool.copy_on_write(mine.blocks, index)
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -248,19 +249,22 @@ class Scheduler:
             return False
         if sequence.adapter is not None and not self.adapters_fit(self.adapters_in_use | {sequence.adapter}):
             return False
-        lookup = self.pool.lookup if self.pool.window is None else self.pool.lookup_seen
-        hits = lookup(self._prefixes(sequence))
-        skipped = max(0, len(hits) * self.pool.block_size - sequence.num_computed)
-        first, swapped = self.pool.first_needed(sequence.num_certain + skipped), sequence.first_block
-        there, hits = max(first, len(hits)), hits[first:]
-        fresh = self.pool.blocks_for(sequence.wanted(self.piece, skipped)) - there
-        if fresh + self.pool.idle(hits) > self.pool.available - self.reserve * len(self.running):
-            return False
-        sequence.blocks = [0] * first + self.pool.share(hits) + self.pool.allocate(fresh)
-        self.pool.swap_in(sequence.host_blocks, sequence.blocks[swapped:], skip=max(0, there - swapped))
+        found = held.hits(self.pool, self._prefixes(sequence))
+        hit = len(found[0])
+        skipped = max(0, hit * self.pool.block_size - sequence.num_computed)
+        wanted = self.pool.blocks_for(sequence.wanted(self.piece, skipped))
+        firsts = [pool.first_needed(sequence.num_certain + skipped) for pool in self.pool.kinds]
+        for pool, blocks, first in zip(self.pool.kinds, found, firsts, strict=True):
+            fresh = wanted - max(first, hit)
+            if fresh + pool.idle(blocks[first:]) > pool.available - self.reserve * len(self.running):
+                return False
+        for (pool, mine), blocks, first in zip(held.tables(self.pool, sequence), found, firsts, strict=True):
+            there, swapped = max(first, hit), mine.first_block
+            mine.blocks = [0] * first + pool.share(blocks[first:]) + pool.allocate(wanted - there)
+            pool.swap_in(mine.host_blocks, mine.blocks[swapped:], skip=max(0, there - swapped))
+            mine.host_blocks, mine.first_block = [], first
         sequence.skip(skipped)
-        sequence.host_blocks, sequence.first_block = [], first
-        self._cache_blocks(sequence, there, sequence.num_computed // self.pool.block_size)
+        self._cache_blocks(sequence, hit, sequence.num_computed // self.pool.block_size)
         heappop(self._heap)
         self.num_waiting, self.num_seqs = self.num_waiting - 1, self.num_seqs + sequence.num_seqs
         sequence.state = RUNNING
@@ -271,36 +275,16 @@ class Scheduler:
         """Back to its place in the queue; its tokens stay, its blocks go, to the host if they are worth it."""
         self._stop_running(sequence)
         sequence.preemptions += 1
-        held = self.pool.blocks_for(sequence.num_computed) - sequence.first_block
-        blocks = sequence.held_blocks
-        if self.swaps and 0 < held <= self.pool.free_host:
-            sequence.host_blocks = self.pool.swap_out(blocks[:held])
-            blocks = blocks[held:]
-        else:
-            sequence.num_computed = sequence.first_block = 0
-        self.pool.release(blocks)
-        sequence.blocks = []
+        if not (self.swaps and held.swap_out(self.pool, sequence)):
+            held.release_all(self.pool, sequence)
+            sequence.num_computed = sequence.first_block = sequence.windowed.first_block = 0
         self._wait(sequence)
-
-    def _release_behind(self, sequence: Sequence) -> None:
-        """Blocks of draft tokens that were not accepted."""
-        held = self.pool.blocks_for(sequence.num_tokens - 1)
-        self.pool.release(sequence.blocks[held:])
-        del sequence.blocks[held:]
-
-    def _release_unseen(self, sequence: Sequence) -> None:
-        """Blocks that none of its next tokens sees. Those that are cached can be hit until they are evicted."""
-        first, end = sequence.first_block, min(self.pool.first_needed(sequence.num_certain), len(sequence.blocks))
-        self.pool.release(sequence.blocks[first:end])
-        sequence.first_block = max(first, end)
 
     def _cache_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Others of this very step may hit a block too: a layer writes all its keys before it reads any."""
         end = min(end, (sequence.num_tokens - sequence.num_pending) // self.pool.block_size)
         if self.pool.prefix_cache and start < end:
-            prefixes = sequence.prefixes(end, self.pool.block_size)[start:]
-            for block, prefix in zip(sequence.blocks[start:end], prefixes, strict=True):
-                self.pool.cache_block(block, prefix)
+            held.cache(self.pool, sequence, start, end)
 
     def _stop_running(self, sequence: Sequence) -> None:
         if sequence.ticket:

@@ -8,13 +8,27 @@ from minillm.serve.schedule.blocks import Prefix, cache_namespace
 State = Enum("State", "NEW WAITING RUNNING FINISHED")  # NEW: not queued yet
 
 
+@dataclass(eq=False, kw_only=True)
+class Held:
+    """Blocks of one pool that a sequence holds. first_block: the first of `blocks` that it still holds, see
+    `BlockPool.window`; any number stands before. host_blocks: those of the host, while it is swapped out."""
+
+    blocks: list[int] = field(default_factory=list)
+    first_block: int = 0
+    host_blocks: list[int] = field(default_factory=list)
+
+    @property
+    def held_blocks(self) -> list[int]:
+        return self.blocks[self.first_block :]
+
+
 @dataclass(eq=False)
-class Sequence:
+class Sequence(Held):
     """Tokens and the blocks that hold their keys and values. One that belongs to a request is its `Sample`.
 
     limit: tokens it ends with at the latest, prompt included. num_seqs: sequences it will be after its prompt (its
     request's n). priority: lower is sooner. block_hashes: the cache keys of its full blocks, as far as needed yet.
-    adapter: its number in the `AdapterStore`; None = the base alone.
+    adapter: its number in the `AdapterStore`; None = the base alone. windowed: its blocks in `BlockPool.windowed`.
     """
 
     tokens: list[int]
@@ -26,9 +40,7 @@ class Sequence:
     adapter: int | None = None
     state: State = State.NEW
     num_computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    first_block: int = 0  # of `blocks` the first that it still holds, see `BlockPool.window`; any number stands before
-    host_blocks: list[int] = field(default_factory=list)  # while it is swapped out
+    windowed: Held = field(default_factory=Held)
     block_hashes: list[Prefix] = field(default_factory=list)
     rank: tuple = ()  # (order, arrival, fork): smaller is earlier
     last_step: int = 0
@@ -54,10 +66,6 @@ class Sequence:
         pass."""
         return min(self.num_computed, self.num_tokens - max(1, self.num_pending))
 
-    @property
-    def held_blocks(self) -> list[int]:
-        return self.blocks[self.first_block :]
-
     def wanted(self, piece: int | None, skipped: int = 0) -> int:
         """Tokens to have blocks for: all it has, or (None = all) no more than the next `piece`, so that a long prompt
         holds no more blocks than a window sees. skipped: tokens that it is about to find in the cache."""
@@ -76,7 +84,7 @@ class Sequence:
         """As it was before it was queued; whatever it held is free again."""
         self.state, self.num_computed, self.hit_tokens, self.first_block = State.NEW, 0, 0, 0
         self.ticket = self.received_tokens = 0
-        self.blocks, self.host_blocks = [], []
+        self.blocks, self.host_blocks, self.windowed = [], [], Held()
 
     def skip(self, tokens: int) -> None:
         """So many next tokens were found in the cache."""

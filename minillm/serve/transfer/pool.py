@@ -51,7 +51,7 @@ class PrefillAt:
         """Makes it the pool of an engine, on every rank of that; config: of the whole model. ValueError: it refuses, or
         cannot be reached."""
         group = group_of(llm.model)
-        if llm.pool.window is not None:
+        if llm.pool.slides:
             raise ValueError("prefill with a model whose layers all have a sliding window: leave one of them out.")
         if group is not None and ranks_here(llm.model) < group.world_size:
             raise ValueError("prefill with decode ranks on several machines: put the ranks of an engine on one.")

@@ -10,8 +10,11 @@ from minillm.serve import POLICIES, BlockPool, Scheduler, Sequence, State
 class Run:
     """Steps a scheduler; token t of a sequence is a function of its place, so that equal prompts stay equal."""
 
-    def __init__(self, blocks=8, size=4, host=0, prefix_cache=True, window=None, **options):
-        self.pool = BlockPool(blocks, size, num_host_blocks=host, prefix_cache=prefix_cache, window=window)
+    def __init__(self, blocks=8, size=4, host=0, prefix_cache=True, window=None, windowed=None, **options):
+        """windowed: of the layers with a window, beside others that see everything, how many blocks."""
+        how = {"num_host_blocks": host, "prefix_cache": prefix_cache}
+        how |= {"window": window} if windowed is None else {"windowed": BlockPool(windowed, size, window=window, **how)}
+        self.pool = BlockPool(blocks, size, **how)
         options = {"token_budget": 16, "max_num_seqs": 4} | options
         self.scheduler = Scheduler(self.pool, **options)
         self.family, self.admitted, self.plans = [], [], []

@@ -1,5 +1,6 @@
-"""Models whose layers all have a sliding window: a sequence holds no more blocks than the window sees, however long it
-is, and whatever is switched on tokens are those of the naive loop. Freed blocks are spoilt at once, so none is read."""
+"""Layers with a sliding window: a sequence holds no more of their blocks than the window sees, however long it is, in
+models where all layers have one and in models where others see everything. Whatever is switched on, tokens are those of
+the naive loop. Freed blocks are spoilt at once, so none is read."""
 
 from dataclasses import replace
 from functools import cache
@@ -18,6 +19,7 @@ from minillm.model.generate import generate
 from minillm.model.paged import block_by_block, gathered
 from minillm.predict.model import windowed_blocks
 from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, State
+from minillm.serve.run import build
 from minillm.serve.speculate import NGram
 
 WINDOW = 5
@@ -25,9 +27,10 @@ CONFIG = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2, sliding_
 
 
 @cache
-def world():
+def world(full_attention_layers=()):
     """A model, requests, and the naive loop's answers to them."""
-    model, requests, expected = Transformer(CONFIG, seed=2), mixed_requests(32), []
+    config = replace(CONFIG, full_attention_layers=full_attention_layers, num_layers=2 + len(full_attention_layers))
+    model, requests, expected = Transformer(config, seed=2), mixed_requests(32), []
     for prompt, params, _, _ in requests:
         answers = []
         for index in range(params.n):
@@ -42,7 +45,8 @@ def spoil_freed(llm):
     forward = llm.runner._forward
 
     def spoiling(*inputs):
-        llm.cache.pool[:, :, llm.pool._free] = float("nan")
+        for pool, keys_and_values in zip(llm.pool.kinds, llm.runner.caches.values(), strict=True):
+            keys_and_values.pool[:, :, pool._free] = float("nan")
         return forward(*inputs)
 
     llm.runner._forward = spoiling
@@ -66,38 +70,64 @@ ENGINES = {
 }
 
 
+IN_BRIEF = ("defaults", "swapped", "asynchronous, swapped", "replayed", "drafts by n-gram")
+BOTH_KINDS = [name if name in IN_BRIEF else pytest.param(name, marks=pytest.mark.full) for name in ENGINES]
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_tokens_are_those_of_the_naive_loop_and_blocks_are_bounded(name):
-    model, requests, expected = world()
-    options, drafts = dict(ENGINES[name]), 0
+    serve_all(name, ENGINES[name])
+
+
+@pytest.mark.parametrize("name", BOTH_KINDS)
+def test_so_it_is_where_a_layer_sees_everything(name, monkeypatch):
+    """Each of the two pools fits little more than one sequence."""
+    options = ENGINES[name]
+    if "num_blocks" in options:
+        size = options["block_size"]
+        options = options | {"num_blocks": -(-60 // size)}
+        most = windowed_blocks(WINDOW, size, options["chunk"] + 3 + 1) + 2
+        monkeypatch.setattr(build, "most_windowed_blocks", lambda *_: most)
+    serve_all(name, options, full_attention_layers=(1,))
+
+
+def serve_all(name, options, full_attention_layers=()):
+    model, requests, expected = world(full_attention_layers)
+    options, drafts = dict(options), 0
     if "proposer" in options:
         drafts = 3
         options |= {"proposer": options["proposer"](model), "k": drafts}
     chosen = [i for i, (_, params, *_) in enumerate(requests) if name != "drafts by a model" or not params.temperature]
     llm, outputs, most = LLM(model, record_blocks=True, **options), {}, 0
     spoil_freed(llm)
+    windowed = llm.pool.windowed or llm.pool
     for number in chosen:
         prompt, params, priority, _ = requests[number]
         llm.add(prompt, params, request_id=str(number), priority=priority)
     for step in range(2000):
         if step == 9:
             for number in chosen:
-                if requests[number][3] is not None:
+                if requests[number][3] is not None and str(number) not in outputs:
                     llm.cancel(str(number))
         outputs |= {output.request_id: output for output in llm.step()}
         if len(outputs) == len(chosen):
             break
-        most = max([most, *map(len, llm.records[-1].tables.values())]) if llm.records else 0
+        if full_attention_layers:
+            most = max([most, *(len(sequence.windowed.held_blocks) for sequence in llm.scheduler.running)])
+        elif llm.records:
+            most = max([most, *map(len, llm.records[-1].tables.values())])
     for number in chosen:
         for answer, ids in zip(outputs[str(number)].answers, expected[number], strict=False):
             assert answer.ids == (ids[: len(answer.ids)] if answer.reason == "cancelled" else ids)
     step = options.get("chunk", 512) + drafts + bool(options.get("async_scheduling"))
-    assert most <= windowed_blocks(WINDOW, llm.pool.block_size, step)
+    assert 0 < most <= windowed_blocks(WINDOW, llm.pool.block_size, step)
+    assert (llm.pool.windowed is None) == (not full_attention_layers) and windowed.window == WINDOW
     assert ("num_blocks" in options) == (sum(output.preemptions for output in outputs.values()) > 2)
     if options.get("prefix_cache", True):
         assert sum(output.hit for output in outputs.values()) > 20
-    assert llm.pool.used == 0 and llm.pool.references == [0] * llm.pool.total
-    assert llm.pool.free_host == llm.pool.num_host_blocks and not llm.scheduler.running
+    for pool in llm.pool.kinds:
+        assert pool.used == 0 and pool.references == [0] * pool.total and pool.free_host == pool.num_host_blocks
+    assert not llm.scheduler.running
 
 
 @pytest.mark.parametrize("backend", [gathered, block_by_block])
@@ -165,18 +195,52 @@ def test_a_pass_that_fails_costs_others_no_hit():
     assert {block: prefix for block, prefix in enumerate(llm.pool._prefix) if prefix is not None} == others
 
 
-def test_a_layer_that_sees_all_keeps_all_blocks():
-    config = replace(CONFIG, full_attention_layers=(1,))
-    assert config.window_of_all_layers is None and CONFIG.window_of_all_layers == WINDOW
+def test_a_layer_that_sees_all_keeps_all_blocks_and_the_others_those_of_the_window():
+    model = world((1,))[0]
+    assert model.config.window_of_all_layers is None and CONFIG.window_of_all_layers == WINDOW
     assert replace(CONFIG, sliding_window=None).window_of_all_layers is None
-    model, prompt = Transformer(config, seed=2), [(7 * i) % 61 for i in range(40)]
-    llm = LLM(model, block_size=4, record_blocks=True)
-    [output] = llm.generate([prompt], SamplingParams(max_tokens=12))
-    assert output.answers[0].ids == list(generate(model, prompt, 12))
-    assert max(len(table) for record in llm.records for table in record.tables.values()) == 13
+    prompt, most = [(7 * i) % 61 for i in range(40)], windowed_blocks(WINDOW, 4, 5 + 1)
+    for options in ({}, {"windows_apart": False}):
+        llm = LLM(model, block_size=4, chunk=5, max_num_seqs=2, prefix_cache=False, record_blocks=True, **options)
+        [output] = llm.generate([prompt], SamplingParams(max_tokens=12))
+        assert output.answers[0].ids == list(generate(model, prompt, 12))
+        assert max(len(table) for record in llm.records for table in record.tables.values()) == 13
+        if options:
+            assert llm.pool.windowed is None and all(record.windowed is None for record in llm.records)
+            continue
+        assert 1 < max(record.windowed for record in llm.records) <= most
+        assert llm.pool.windowed.total == 2 * (most + 1) < llm.pool.total == 2 * 16
+        blocks = {slots: cache.pool.shape[1:3] for slots, cache in llm.runner.caches.items()}
+        assert blocks == {"slots": (1, 32), "windowed slots": (2, llm.pool.windowed.total)}
 
 
-@settings(max_examples=150)
+def test_a_prefix_is_a_hit_only_as_far_as_both_kinds_have_what_the_next_token_sees():
+    model, prompt = world((1,))[0], [(5 * i) % 61 for i in range(41)]
+    llm = LLM(model, block_size=4, num_blocks=40)
+    spoil_freed(llm)
+
+    def hit():
+        [output] = llm.generate([prompt], SamplingParams(max_tokens=2))
+        assert output.answers[0].ids == list(generate(model, prompt, 2))
+        return output.hit
+
+    def forget(pool, place):
+        blocks = {prefix.tokens: block for prefix, block in pool._cache.items()}
+        block = blocks[tuple(prompt[4 * place : 4 * place + 4])]
+        pool.invalidate([block], [pool._prefix[block]])
+
+    assert (hit(), hit()) == (0, 40)
+    forget(llm.pool.windowed, 2)  # no token that is left to compute sees it
+    assert hit() == 40
+    forget(llm.pool.windowed, 9)  # the last token sees it, and so do 36 .. 39, which are computed again
+    assert hit() == 36
+    assert hit() == 40  # the block that was computed again is cached, although the other pool had its keys
+    forget(llm.pool, 3)
+    assert hit() == 8  # 12 would be there, but the token behind them sees block 2
+    assert hit() == 40
+
+
+@settings(max_examples=200)
 @given(
     requests=REQUESTS,
     policy=st.sampled_from(sorted(POLICIES)),
@@ -186,12 +250,18 @@ def test_a_layer_that_sees_all_keeps_all_blocks():
     host=st.sampled_from([0, 3, 64]),
     window=st.integers(1, 20),
     prefix_cache=st.booleans(),
+    others_see_all=st.booleans(),
 )
-def test_every_request_ends_within_the_bound(requests, policy, preemption, size, chunk, host, window, prefix_cache):
-    """The pool holds one sequence's window and little more."""
+def test_every_request_ends_within_the_bound(
+    requests, policy, preemption, size, chunk, host, window, prefix_cache, others_see_all
+):
+    """The pool of the layers with a window holds one sequence's and little more; so does the other, if there is one."""
     piece = min(chunk or 16, 16)
     most = windowed_blocks(window, size, piece + 1)
-    run = Run(most + 1, size, host, prefix_cache, window=window, policy=policy, preemption=preemption, chunk=chunk)
+    longest = max(-(-(prompt + new - 1) // size) for prompt, new, *_ in requests)
+    blocks = {"blocks": longest + 1, "windowed": most + 1} if others_see_all else {"blocks": most + 1}
+    options = {"policy": policy, "preemption": preemption, "chunk": chunk}
+    run = Run(size=size, host=host, prefix_cache=prefix_cache, window=window, **blocks, **options)
     for prompt, new, priority, num_seqs, after, cancelled, prefix in requests:
         for _ in range(after):
             run.step()
@@ -209,15 +279,18 @@ def test_every_request_ends_within_the_bound(requests, policy, preemption, size,
 
 
 def check(run, most):
-    pool, running = run.pool, run.scheduler.running
-    assert all(len(sequence.held_blocks) <= most for sequence in running)
-    holders = [block for sequence in running for block in sequence.held_blocks]
-    for sequence in running:
-        chain = sequence.prefixes(sequence.num_computed // pool.block_size, pool.block_size)
-        for place in range(sequence.first_block, len(chain)):
-            assert pool._prefix[sequence.blocks[place]] in (None, chain[place])
-    assert all(pool.references[block] or block in pool._idle for block in pool._cache.values())
-    assert [holders.count(block) for block in range(pool.total)] == pool.references
+    running = run.scheduler.running
+    for kind, pool in enumerate(run.pool.kinds):
+        held = [(sequence, (sequence, sequence.windowed)[kind]) for sequence in running]
+        for sequence, table in held:
+            assert pool.window is None or len(table.held_blocks) <= most
+            assert len(table.blocks) == len(sequence.blocks)
+            chain = sequence.prefixes(sequence.num_computed // pool.block_size, pool.block_size)
+            for place in range(table.first_block, len(chain)):
+                assert pool._prefix[table.blocks[place]] in (None, chain[place])
+        holders = [block for _, table in held for block in table.held_blocks]
+        assert all(pool.references[block] or block in pool._idle for block in pool._cache.values())
+        assert [holders.count(block) for block in range(pool.total)] == pool.references
 
 
 @given(window=st.integers(1, 30), size=st.integers(1, 17), step=st.integers(1, 20))
