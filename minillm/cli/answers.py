@@ -11,7 +11,6 @@ from minillm.data import Tokenizer
 from minillm.serve.requests.output import Output
 from minillm.serve.requests.summary import Summary, summary
 
-
 Numbered = tuple[int, Output]  # by the line of its file
 
 

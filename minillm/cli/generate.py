@@ -119,8 +119,6 @@ def command(
     defaults |= {} if temperature is None else {"temperature": temperature}
     requests = None if batch is None else list(read_requests(batch, defaults))
     ranks = check_ranks(tp, pp, device, ep)
-    if ranks > 1 and adapter is not None:
-        raise ValueError(f"--adapter {adapter} on {ranks} ranks: a store of adapters knows whole models, leave one out")
     if ranks > 1 and int8_head:
         raise ValueError(f"--int8-head on {ranks} ranks: a head that is cut over ranks stays as it is, leave one out")
     where, tokenizer = device_of(device), Tokenizer.load(folder)
@@ -142,6 +140,8 @@ def command(
             "max_seq_len": max_seq_len,
             "compile": compile,
         }
+        if adapter is not None:
+            options["adapters"] = partial(AdapterStore.beside, folder, folders={str(adapter): adapter})
         if requests is None:
             params = replace(params, first_tokens=first or ())
             with hearing(show_text) as say:

@@ -149,7 +149,7 @@ def hearing(hear: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]:
                 except Exception as failure:
                     failures.append(failure)
 
-    start_context()  # whose folder, in which the listener has its socket, goes with the ranks whatever ends this process
+    start_context()  # the listener has its socket in its folder, which ranks remove when this process is killed
     with Listener(family="AF_UNIX") as listener:
         thread = threading.Thread(target=run, daemon=True)
         thread.start()

@@ -241,8 +241,8 @@ def test_generate_gives_the_text_of_one_process(capsys, tmp_path, monkeypatch):
     plain = ["generate", "--temperature", "0.7", "--max-new-tokens", "12", "--model", "draft"]
     for asked in (["import os\n"], ["--batch", str(file)]):
         texts = []
-        for ranks in (["--tp", "1"], ["--tp", "2"], ["--pp", "2"]):
-            assert run([*plain, *ranks, *asked]) == 0
+        for layout in (["--tp", "1"], ["--tp", "2"], ["--pp", "2"]):
+            assert run([*plain, *layout, *asked]) == 0
             texts.append(capsys.readouterr().out)
         assert texts[0] == texts[1] == texts[2] and len(texts[0]) > 30
     assert len(pieces) > 2 * 10, "it is not shown piece by piece"

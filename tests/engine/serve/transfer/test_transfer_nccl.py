@@ -5,7 +5,7 @@ import pytest
 from minillm.comm import launch
 from minillm.serve.transfer import pool as module
 from tests.engine.comm.nccl_like import on_nccl_like
-from tests.engine.serve.transfer.pools import driven, is_idle, pool_of, until
+from tests.engine.serve.transfer.pools import driven, pool_of
 from tests.engine.serve.transfer.test_transfer_proof import CASES, OVER_RANKS, expected, hold_to
 
 
