@@ -128,7 +128,9 @@ def command(
     tp = tp if decode is None else decode
     ranks = check_ranks(tp, pp, device, ep)
     if prefill is not None and pp > 1:
-        raise ValueError(f"--prefill {prefill} with --pp {pp}: keys are handed over to ranks that have all layers")
+        raise ValueError(
+            f"--prefill {prefill} with --pp {pp}: keys are handed over to ranks that have all layers, leave --pp out"
+        )
     if ranks > 1 and int8_head:
         raise ValueError(f"--int8-head on {ranks} ranks: a head that is cut over ranks stays as it is, leave one out")
     engine = {"max_num_seqs": max_num_seqs, "token_budget": token_budget, "kv_dtype": kv}

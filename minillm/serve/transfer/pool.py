@@ -53,9 +53,14 @@ class PrefillAt:
         cannot be reached."""
         group = group_of(llm.model)
         if llm.pool.window is not None:
-            raise ValueError("prefill with a model whose layers all have a sliding window: leave one of them out.")
-        if group is not None and ranks_here(llm.model) < group.world_size:
-            raise ValueError("prefill with decode ranks on several machines: put the ranks of an engine on one.")
+            raise ValueError(
+                f"prefill with a sliding window of {llm.pool.window} tokens in all layers, whose blocks are given back "
+                "while a prompt is computed: leave prefill out."
+            )
+        if group is not None and (here := ranks_here(llm.model)) < group.world_size:
+            raise ValueError(
+                f"prefill with {group.world_size} decode ranks, of which {here} are on this machine: put all on one."
+            )
         if group is not None and group.rank:
             side = Member(llm, group)
         else:
