@@ -11,6 +11,7 @@ the tensors' metadata, where peft does not look, so that an adapter is not put b
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def load_peft(
     ValueError, and the model is as it was, for a folder that is damaged or not covered, and for another base.
     """
     adapter = read_peft(folder)
-    check_fits(adapter, model, folder, fingerprint)
+    check_fits(adapter, sizes_of_layers(model), folder, fingerprint)
     exact = LoraConfig(**{**vars(adapter.config), "targets": tuple(adapter.matrices)})
     attach(model, exact, seed=None, dtype=dtype)
     made = adapters(model)
@@ -142,18 +143,24 @@ def load_peft(
     return made
 
 
-def check_fits(adapter: Adapter, model: nn.Module, folder: str | Path, fingerprint: str = "") -> None:
-    """ValueError if an adapter was trained on another base than this whole model, as far as can be told."""
+def sizes_of_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the layers of a whole model that can have an adapter."""
+    return {name: sizes_of(layer) for name, layer in adaptable(model).items()}
+
+
+def check_fits(
+    adapter: Adapter, layers: Mapping[str, tuple[int, int]], folder: str | Path, fingerprint: str = ""
+) -> None:
+    """ValueError if an adapter was trained on another base than a model of these layers, as far as can be told."""
     if fingerprint and adapter.fingerprint not in (None, fingerprint):
         raise ValueError(
             f"{folder} was trained on another base ({adapter.base}, fingerprint {adapter.fingerprint}, not "
             f"{fingerprint}): load it beside that one."
         )
-    layers = adaptable(model)
     for name, (a, b) in adapter.matrices.items():
         if name not in layers:
             raise ValueError(f"{folder} has an adapter for {hf_name(name)}, which this model lacks: use its own base.")
-        sizes, here = (b.shape[0], a.shape[1]), sizes_of(layers[name])
+        sizes, here = (b.shape[0], a.shape[1]), layers[name]
         if sizes != here:
             raise ValueError(
                 f"{folder} was trained on another base: its {hf_name(name)} is {list(sizes)}, here it is {list(here)}."

@@ -4,7 +4,8 @@
               + updates of q, k, v   for those rows of a pass that have an adapter (grouped.py)
 
 Layers that share an input are applied by their part's `linears`, which is where their updates are added. The other two
-of a block, the last of attention and of the MLP, have a forward hook. The thread that makes a pass says which adapters
+of a block, the last of attention and of the MLP, have a forward hook, or where they are cut over ranks a `RoutedRow`
+in their place, since an update is added before the shares are summed. The thread that makes a pass says which adapters
 it needs: `with routes.taken(segments, adapters): model(...)`. Every other pass is the base's, as before.
 """
 
@@ -12,9 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.adapters.grouped import Matrices, Segment, add_updates
+from minillm.model.parts import blocks_of
+from minillm.parallel.tensor_parallel.layers import RowParallelLinear
+from minillm.parallel.tensor_parallel.quantized import QuantizedRow
 
 OfLayer = Mapping[str, Matrices]  # by the layer's name
 PARTS = {"attention": (("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": (("gate_proj", "up_proj"), "down_proj")}
@@ -64,10 +69,26 @@ class RoutedOutput:
         return self.routes.add(self.name, y, inputs[0])
 
 
+class RoutedRow(nn.Module):
+    """In place of a row layer that is cut over ranks: [..., inputs / world_size] -> [..., outputs], summed."""
+
+    def __init__(self, layer: RowParallelLinear | QuantizedRow, routes: Routes, name: str):
+        super().__init__()
+        self.layer, self.routes, self.name = layer, routes, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.layer
+        share = layer.layer(x) if isinstance(layer, QuantizedRow) else F.linear(x, layer.weight)
+        y = layer.region.end(self.routes.add(self.name, share, x))
+        bias = getattr(layer, "bias", None)
+        return y if bias is None else y + bias
+
+
 def routes_of(model: nn.Module) -> Routes:
     """The routes of a model, which has them from here on; a model that had some keeps those."""
-    routes = model.blocks[0].attention.linears.routes if is_routed(model) else Routes()
-    for number, block in enumerate(model.blocks):
+    blocks = blocks_of(model)
+    routes = blocks[0].attention.linears.routes if is_routed(model) else Routes()
+    for number, block in zip(getattr(model, "layers", range(len(blocks))), blocks, strict=True):
         for place, (together, last) in PARTS.items():
             part, names = getattr(block, place), [f"blocks.{number}.{place}.{each}" for each in (*together, last)]
             if not hasattr(part, "linears"):  # a mixture of experts, which has no adapters
@@ -75,10 +96,14 @@ def routes_of(model: nn.Module) -> Routes:
             if not isinstance(part.linears, RoutedLinears):
                 part.linears = RoutedLinears(part.linears, routes, names[:-1])
             layer = getattr(part, last)
-            if not any(isinstance(hook, RoutedOutput) for hook in layer._forward_hooks.values()):
+            if isinstance(layer, RowParallelLinear | QuantizedRow):
+                setattr(part, last, RoutedRow(layer, routes, names[-1]))
+            elif not isinstance(layer, RoutedRow) and not any(
+                isinstance(hook, RoutedOutput) for hook in layer._forward_hooks.values()
+            ):
                 layer.register_forward_hook(RoutedOutput(routes, names[-1]))
     return routes
 
 
 def is_routed(model: nn.Module) -> bool:
-    return isinstance(model.blocks[0].attention.linears, RoutedLinears)
+    return isinstance(blocks_of(model)[0].attention.linears, RoutedLinears)

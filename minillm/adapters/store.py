@@ -25,16 +25,19 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from minillm.adapters.attach import adapters as attached_adapters
-from minillm.adapters.grouped import Matrices, segments_of
-from minillm.adapters.peft_folder import CONFIG, TENSORS, Adapter, check_fits, read_peft
+from minillm.adapters.cut import Cut, Pair
+from minillm.adapters.grouped import NO_ADAPTER, Matrices, segments_of
+from minillm.adapters.peft_folder import CONFIG, TENSORS, Adapter, check_fits, read_peft, sizes_of_layers
 from minillm.adapters.routed import OfLayer, routes_of
 from minillm.adapters.start import BaseFolder
 from minillm.model import Transformer
 from minillm.model.hf.load import open_folder
+from minillm.model.parts import weight_of
 
 BUDGET_BYTES, MAX_ADAPTERS = 1 << 30, 16
 
@@ -61,7 +64,8 @@ class AdapterStore:
 
     folders: name -> a folder of peft's; nothing is read before an adapter is asked for. budget_bytes: of all that are
     resident, in the model's dtype. max_adapters: different ones in one pass. fingerprint: of the model's folder, to be
-    compared with what an adapter says of its base (`fingerprint_of`); "" = not compared.
+    compared with what an adapter says of its base (`fingerprint_of`); "" = not compared. cut: of a model that is this
+    rank's part of one.
     in_use, loads, evictions: what `hold` was told last; how often one was read to the device, and thrown out.
     ValueError, in one sentence, for all that a user can get wrong.
     """
@@ -74,6 +78,7 @@ class AdapterStore:
         budget_bytes: int = BUDGET_BYTES,
         max_adapters: int = MAX_ADAPTERS,
         fingerprint: str = "",
+        cut: Cut | None = None,
     ):
         for option, value in (("budget_bytes", budget_bytes), ("max_adapters", max_adapters)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -81,7 +86,8 @@ class AdapterStore:
         if attached_adapters(model):
             raise ValueError("this model has an adapter attached: detach it, or merge it, before others are served.")
         self.model, self.budget_bytes, self.max_adapters = model, budget_bytes, max_adapters
-        self.fingerprint = fingerprint
+        self.fingerprint, self.cut = fingerprint, cut
+        self._layers = sizes_of_layers(model) if cut is None else cut.sizes()
         self.in_use: frozenset[int] = frozenset()
         self.loads = self.evictions = 0
         self._folders: list[Path] = []  # by number
@@ -93,11 +99,11 @@ class AdapterStore:
 
     @classmethod
     def beside(
-        cls, base: str | Path, model: Transformer, folders: Mapping[str, str | Path], **limits: int
+        cls, base: str | Path, model: Transformer, folders: Mapping[str, str | Path], **options: Any
     ) -> "AdapterStore":
         """Of a model that was loaded from the folder `base`; all adapters are read now, so that a bad one is told
-        before anything else begins."""
-        store = cls(model, folders, fingerprint=fingerprint_of(base), **limits)
+        before anything else begins. options: of the store."""
+        store = cls(model, folders, fingerprint=fingerprint_of(base), **options)
         for name in folders:
             store.registered(name)
         return store
@@ -135,8 +141,8 @@ class AdapterStore:
         number = self._numbers[name]
         if number not in self._registered:
             adapter = self._read(number)
-            size = self.model.embedding.weight.element_size()
-            nbytes = size * sum(a.numel() + b.numel() for a, b in adapter.matrices.values())
+            size = weight_of(self.model).element_size()
+            nbytes = size * sum(a.numel() + b.numel() for a, b in self._parts(adapter).values())
             if nbytes > self.budget_bytes:
                 raise ValueError(f"adapter {name!r} has {nbytes:,} bytes: raise budget_bytes {self.budget_bytes:,}.")
             self._registered[number] = Registered(name, number, adapter.config.rank, nbytes, digest_of(adapter))
@@ -174,6 +180,21 @@ class AdapterStore:
         with routes_of(self.model).taken(segments, wanted):
             yield
 
+    @contextmanager
+    def routed_as_told(self, adapters: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
+        """`routed` on a rank that is only told the steps: whoever told this one has registered and held its adapters,
+        and so does this rank. RuntimeError if it cannot."""
+        wanted, names = {int(number) for number in adapters} - {NO_ADAPTER}, self.names
+        for number in wanted:
+            self.registered(names[number])
+        for reason in self.hold(wanted).values():
+            raise RuntimeError(f"an adapter that rank 0 has loaded cannot be loaded here: {reason}")
+        with self.routed(adapters, counts):
+            yield
+
+    def _parts(self, adapter: Adapter) -> dict[str, Pair]:
+        return adapter.matrices if self.cut is None else self.cut.parts(adapter.matrices)
+
     def _load(self, number: int) -> None:
         known, adapter = self._registered[number], self._read(number)
         if digest_of(adapter) != known.digest:
@@ -182,10 +203,10 @@ class AdapterStore:
             idle = next(each for each in self._resident if each not in self.in_use)
             del self._resident[idle]
             self.evictions += 1
-        weight = self.model.embedding.weight
+        weight, scale = weight_of(self.model), adapter.config.scale
         here = {"device": weight.device, "dtype": weight.dtype, "copy": True}
-        scale, matrices = adapter.config.scale, adapter.matrices.items()
-        self._resident[number] = {name: Matrices(a.to(**here), b.to(**here), scale) for name, (a, b) in matrices}
+        mine = ((name, pair) for name, pair in self._parts(adapter).items() if self.cut is None or self.cut.has(name))
+        self._resident[number] = {name: Matrices(a.to(**here), b.to(**here), scale) for name, (a, b) in mine}
         self.loads += 1
 
     def _read(self, number: int) -> Adapter:
@@ -195,7 +216,7 @@ class AdapterStore:
         adapter = read_peft(folder)
         if _state_of(folder) != before:
             raise ValueError(f"{folder} is being written: ask again once it is whole.")
-        check_fits(adapter, self.model, folder, self.fingerprint)
+        check_fits(adapter, self._layers, folder, self.fingerprint)
         return adapter
 
 

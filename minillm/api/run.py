@@ -10,7 +10,10 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from math import inf
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,18 +23,24 @@ from minillm.api.limits import ApiError
 
 DRAIN_S = 30.0  # for open requests after SIGTERM; then they are cut off
 UNREAD_LOOKS = 5  # while it drains, one a second
+AGAIN_S = 1.0  # a second Ctrl-C cuts off what is open; torchrun repeats at once what its terminal has sent already
 FIRST_REQUEST_S = 10.0  # for the headers of a connection's first request
 
 
 class DrainingServer(uvicorn.Server):
     """Tells the app first that it is shutting down, so that /ready fails and what still arrives gets 503.
 
-    is_over: asked ten times a second; it ends as by a signal once this is true.
+    is_over: asked ten times a second; it ends as by a signal once this is true. takes_signals: False where another
+    process takes them for this one, although its terminal sends them to both.
     """
 
-    def __init__(self, config: uvicorn.Config, is_over: Callable[[], bool]) -> None:
+    def __init__(self, config: uvicorn.Config, is_over: Callable[[], bool], takes_signals: bool = True) -> None:
         super().__init__(config)
-        self.is_over = is_over
+        self.is_over, self.takes_signals = is_over, takes_signals
+        self._asked = -inf  # when a signal came
+
+    def capture_signals(self) -> AbstractContextManager[None]:
+        return super().capture_signals() if self.takes_signals else contextlib.nullcontext()
 
     async def on_tick(self, counter: int) -> bool:
         if not self.should_exit and self.is_over():
@@ -41,7 +50,10 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: object) -> None:
         self.config.app.state.api.admission.draining = True
-        super().handle_exit(sig, frame)
+        now = time.monotonic()
+        if now - self._asked > AGAIN_S:
+            super().handle_exit(sig, frame)
+        self._asked = now
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Clients that read nothing are not waited for."""
@@ -130,14 +142,16 @@ def serve(
     log_level: str = "info",
     drain_s: float = DRAIN_S,
     is_over: Callable[[], bool] = lambda: False,
+    takes_signals: bool = True,
     until_stdin_closes: bool = False,
 ) -> None:
     """Serves until a signal or `is_over` ends it. A connection that sends nothing is closed: before its first request
-    after `FIRST_REQUEST_S`, between requests after five seconds. until_stdin_closes: also until the parent ends that
-    holds the other end of standard input, as if it had sent SIGTERM."""
+    after `FIRST_REQUEST_S`, between requests after five seconds. is_over, takes_signals: see `DrainingServer`.
+    until_stdin_closes: also until the parent ends that holds the other end of standard input, as if it had sent
+    SIGTERM."""
     if until_stdin_closes:
         end_with_stdin()
-    DrainingServer(uvicorn_config(app, log_level, drain_s), is_over).run(sockets=[listening])
+    DrainingServer(uvicorn_config(app, log_level, drain_s), is_over, takes_signals).run(sockets=[listening])
 
 
 def end_with_stdin() -> None:

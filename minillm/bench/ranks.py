@@ -8,27 +8,31 @@
                      2 · seconds alone of half of them · larger stage's bytes / all; of one sequence, seconds alone
 
 "alone" is the same engine on rank 0, while rank 1 waits for a message. Both give the same greedy tokens before anything
-is timed. Where ranks share cores or a memory bus, all of them wait for it, which no prediction here knows.
+is timed. Where ranks share cores or a memory bus, all of them wait for it, which no prediction here knows. The last row
+is what rank 0 pays to tell a step.
 """
 
 import copy
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import numpy as np
 import torch
 
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.bench.quantize import TARGET, model_of
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig
-from minillm.predict.serving.ranks import step_calls, weight_bytes
+from minillm.predict.serving.ranks import NUMBER, message_bytes, step_calls, step_numbers, weight_bytes
 from minillm.serve import LLM, SamplingParams, over_ranks
+from minillm.serve.ranks.message import Channel
 
 NEW, PROMPT, BLOCKS = 16, 4, 256  # tokens of an answer and of a prompt; blocks of a cache
 SEQUENCES = (1, 16)
 LAYOUTS = {"tp 2": 1, "pp 2": 2}  # stages of 2 ranks
-CALLS = 50  # all-reduces, of which the median counts
+CALLS = 50  # all-reduces, of which the median counts, and messages, of which the mean does
 
 
 def run(repeats: int = 7, sizes: Sequence[int] = (TARGET, 1024), timeout: float = 600.0) -> list[BenchRow]:
@@ -43,6 +47,8 @@ def run(repeats: int = 7, sizes: Sequence[int] = (TARGET, 1024), timeout: float 
                 title = f"decode, {name}, {sequences} sequence{'s' if sequences > 1 else ''}, {layout}"
                 for peer, pairs in (("one rank", measured), ("predicted", predicted)):
                     rows.append(bench_row(title, peer, pairs, "ms/token", scale=1e3 / NEW / sequences))
+    told = launch(telling, 2, repeats, timeout=timeout)[0]
+    rows.append(bench_row(f"a step of {max(SEQUENCES)} sequences, told and answered", "a broadcast", told, "us", 1e6))
     return rows
 
 
@@ -76,6 +82,34 @@ def measure(group: Group, size: int, pp: int, repeats: int) -> dict[int, tuple[C
 
     options = {"num_blocks": BLOCKS, "max_num_seqs": max(SEQUENCES)}  # of all stages together
     return over_ranks(group, model, use, pp=pp, **options)
+
+
+def telling(group: Group, repeats: int) -> Comparison:
+    """Seconds until the other rank has answered a step's message: of the engine's channel, and of a broadcast."""
+    torch.set_num_threads(1)
+    count = max(SEQUENCES)
+    channel, numbers = Channel(group), np.arange(step_numbers(count, count, count))
+    whole = torch.from_numpy(np.arange(message_bytes(len(numbers)) // NUMBER))
+
+    def by_message() -> bool:
+        if group.rank == 0:
+            channel.tell(numbers)
+            return channel.answers() == [1.0]
+        heard = np.array_equal(channel.hear(), numbers)
+        channel.answer(heard)
+        return heard
+
+    def by_broadcast() -> None:
+        group.broadcast(whole, 0)
+        channel.answers() if group.rank == 0 else channel.answer(1.0)
+
+    def often(once: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            once()
+        return (time.perf_counter() - start) / CALLS
+
+    return side_by_side(by_message, partial(often, by_message), partial(often, by_broadcast), repeats=repeats)
 
 
 def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:

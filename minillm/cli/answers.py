@@ -1,7 +1,7 @@
 """What `generate --batch` says of the answers: as text, in JSON, and in one line for all."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +11,8 @@ from minillm.data import Tokenizer
 from minillm.serve.requests.output import Output
 from minillm.serve.requests.summary import Summary, summary
 
+Numbered = tuple[int, Output]  # by the line of its file
+
 
 def show(number: int, output: Output, tokenizer: Tokenizer) -> None:
     for index, answer in enumerate(output.answers):
@@ -19,15 +21,20 @@ def show(number: int, output: Output, tokenizer: Tokenizer) -> None:
         typer.echo(f"--- line {name} ({why})\n{tokenizer.decode(output.prompt, skip_special=True)}{answer.text}")
 
 
-def show_all(outputs: Iterable[tuple[int, Output]], tokenizer: Tokenizer) -> list[tuple[int, Output]]:
-    """Shows each answer as it comes, then what they took together."""
-    shown = []
-    for number, output in outputs:
-        shown.append((number, output))
-        show(number, output, tokenizer)
-    if any(output.error is None for _, output in shown):
-        typer.echo(took_line(summary([output for _, output in shown])), err=True)
-    return shown
+def told(outputs: Iterable[Numbered], say: Callable[[Numbered], None]) -> list[Numbered]:
+    """All of them; `say` is called with each as it comes."""
+    found = []
+    for each in outputs:
+        found.append(each)
+        say(each)
+    return found
+
+
+def with_summary(outputs: list[Numbered]) -> list[Numbered]:
+    """The outputs; says what they took together."""
+    if any(output.error is None for _, output in outputs):
+        typer.echo(took_line(summary([output for _, output in outputs])), err=True)
+    return outputs
 
 
 def as_json(outputs: list[tuple[int, Output]]) -> dict[str, Any]:

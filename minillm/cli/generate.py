@@ -7,6 +7,7 @@ that ends in a space is mended by `heal`. With --chat a prompt is the user's mes
 template makes the text.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,10 @@ import typer
 from typer import Argument, Option
 
 from minillm.adapters.store import AdapterStore
-from minillm.cli.answers import as_json, show_all
+from minillm.cli.answers import as_json, show, told, with_summary
 from minillm.cli.given import is_given
 from minillm.cli.prompts_file import Request, answered, naming, read_requests
-from minillm.cli.ranks import check_ranks, on_ranks
+from minillm.cli.ranks import check_ranks, hearing, on_ranks
 from minillm.comm import is_root
 from minillm.data import Tokenizer
 from minillm.measure.provenance import JsonFile, provenance, write_json
@@ -89,7 +90,7 @@ def command(
     compile: Annotated[
         bool, MODEL("--compile", help="Run the model through torch.compile: the first tokens take about a minute.")
     ] = False,
-    tp: Annotated[int, MODEL(help="Ranks that share every layer; the text is shown when it is complete.", min=1)] = 1,
+    tp: Annotated[int, MODEL(help="Ranks that share every layer.", min=1)] = 1,
     pp: Annotated[int, MODEL(help="Stages that the layers are divided into, of --tp ranks each.", min=1)] = 1,
     ep: Annotated[
         bool,
@@ -118,8 +119,6 @@ def command(
     defaults |= {} if temperature is None else {"temperature": temperature}
     requests = None if batch is None else list(read_requests(batch, defaults))
     ranks = check_ranks(tp, pp, device, ep)
-    if ranks > 1 and adapter is not None:
-        raise ValueError(f"--adapter {adapter} on {ranks} ranks: a store of adapters knows whole models, leave one out")
     if ranks > 1 and int8_head:
         raise ValueError(f"--int8-head on {ranks} ranks: a head that is cut over ranks stays as it is, leave one out")
     where, tokenizer = device_of(device), Tokenizer.load(folder)
@@ -141,14 +140,16 @@ def command(
             "max_seq_len": max_seq_len,
             "compile": compile,
         }
+        if adapter is not None:
+            options["adapters"] = partial(AdapterStore.beside, folder, folders={str(adapter): adapter})
         if requests is None:
             params = replace(params, first_tokens=first or ())
-            text = on_ranks(ranks, folder, partial(_whole_text, ids=ids, params=params), **options)
-            if is_root():
-                typer.echo(shown + text)
+            with hearing(show_text) as say:
+                on_ranks(ranks, folder, lambda llm: stream_by_engine(llm, ids, params, shown, say), **options)
             return 0
-        outputs = on_ranks(ranks, folder, lambda llm: list(answered(llm, batch, requests)), **options)
-        return _reported(show_all(outputs, tokenizer), json_file) if is_root() else 0
+        with hearing(lambda each: show(*each, tokenizer)) as say:
+            outputs = on_ranks(ranks, folder, lambda llm: told(answered(llm, batch, requests), say), **options)
+        return _reported(with_summary(outputs), json_file) if is_root() else 0
     network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
     if int8_head:
         quantize_head(network)
@@ -160,7 +161,7 @@ def command(
         plain = SamplingParams(max_new_tokens, params.temperature, seed=seed, stop_tokens=params.stop_tokens)
         if options or params != plain or (compile and where.type != "cpu"):
             llm = LLM(network, tokenizer=tokenizer, compile=compile, **options)
-            stream_by_engine(llm, ids, replace(params, first_tokens=first or ()), shown)
+            stream_by_engine(llm, ids, replace(params, first_tokens=first or ()), shown, show_text)
         else:
             stream(network, tokenizer, ids, params, first, shown, compile)
         return 0
@@ -193,23 +194,27 @@ def stream(
     typer.echo(push(final=True))
 
 
-def _whole_text(llm: LLM, ids: list[int], params: SamplingParams) -> str:
-    return "".join(delta.text for delta in llm.stream(ids, params))
-
-
-def stream_by_engine(llm: LLM, ids: list[int], params: SamplingParams, shown: str) -> None:
+def stream_by_engine(
+    llm: LLM, ids: list[int], params: SamplingParams, shown: str, say: Callable[[tuple[str, bool]], None]
+) -> None:
     """Streams one text through the engine, for what the plain decoder lacks: speculation, top-k and the like, compiled
-    blocks."""
-    typer.echo(shown, nl=False)
-    tokens = 0
-    for delta in llm.stream(ids, params, adapter=llm.adapters and llm.adapters.names[0]):
-        typer.echo(delta.text, nl=False)
+    blocks, ranks. say: `show_text`, or what has it called in another process."""
+    deltas, tokens = llm.stream(ids, params, adapter=llm.adapters and llm.adapters.names[0]), 0
+    say((shown, False))
+    for delta in deltas:
+        say((delta.text, False))
         tokens += len(delta.tokens)
-    typer.echo()
+    say(("\n", False))
     if llm.speculation is not None:
         counts, passes = llm.speculation.counts, sum(record.sampled > 0 for record in llm.records)
         guesses = f"{sum(counts.kept):.0f} guesses right, {counts.accepted:.0%} of those looked at"
-        typer.echo(f"{tokens} tokens in {passes} passes; {guesses}", err=True)
+        say((f"{tokens} tokens in {passes} passes; {guesses}\n", True))
+
+
+def show_text(said: tuple[str, bool]) -> None:
+    """said: a piece of text, and whether it goes to standard error."""
+    text, is_aside = said
+    typer.echo(text, nl=False, err=is_aside)
 
 
 def sampling_of(folder: Path) -> dict[str, Any]:
@@ -279,7 +284,7 @@ def run_batch(
             tokens[number] = prompt_ids(prompt, params, tokenizer, model.config)
     llm = engine(model, tokenizer, [(len(tokens[number]), params) for number, _, params in requests], **options)
     asked = [(number, tokens[number], params) for number, _, params in requests]
-    return show_all(answered(llm, file, asked), tokenizer)
+    return with_summary(told(answered(llm, file, asked), lambda each: show(*each, tokenizer)))
 
 
 def engine(model: Transformer, tokenizer: Tokenizer, requests: list[tuple[int, SamplingParams]], **options) -> LLM:

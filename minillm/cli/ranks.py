@@ -2,13 +2,17 @@
 
 import os
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from minillm.comm import HangError, RankError, launch
+from minillm.comm import Group, HangError, RankError, launch
+from minillm.comm.launch.forkserver import start_context
 from minillm.comm.launch.launcher import MAX_RANKS
 from minillm.serve.engine import LLM
 from minillm.serve.ranks.engine import over_ranks, sigterm_ignored
@@ -40,18 +44,33 @@ def check_ranks(tp: int, pp: int, device: str | None, ep: bool = False) -> int:
     return ranks
 
 
-def on_ranks(ranks: int, folder: Path, use: Callable[[LLM], Any], *, device: str | None, **options: Any) -> Any:
+def on_ranks(
+    ranks: int,
+    folder: Path,
+    use: Callable[[LLM], Any],
+    *,
+    device: str | None,
+    is_given_up: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> Any:
     """What `use(llm)` returns on rank 0. options: of `over_ranks`.
 
     ValueError for what a rank refuses. A rank that dies, or says nothing for `TIMEOUT_S`, ends all of them and this
-    command, with one sentence.
+    command, with one sentence; with none where `is_given_up` says that nobody needs them any more.
     """
+    heed = nullcontext if _under_torchrun() else sigterm_ignored  # ranks that are started here end with this process
+
+    def follow(group: Group) -> Any:
+        with heed():
+            return over_ranks(group, folder, use, **options)
+
     try:
-        ended = launch(lambda group: over_ranks(group, folder, use, **options), ranks, timeout=TIMEOUT_S, device=device)
-        return ended[0]
+        return launch(follow, ranks, timeout=TIMEOUT_S, device=device)[0]
     except (RankError, HangError) as error:
         if isinstance(error.__cause__, ValueError):
             raise
+        if is_given_up():
+            return None
         said = str(error).partition("\n")[0].partition(". Who waits")[0]
         typer.echo(f"minillm: {said}", err=True)
         raise typer.Exit(1) from None
@@ -79,14 +98,15 @@ def serve_on_ranks(
     def serve_here(llm: LLM, port: socket.socket, is_over: Callable[[], bool] = lambda: False) -> None:
         app = app_of(llm)
         with sigterm_ignored():  # uvicorn raises the one that ended it once more, before the other ranks have heard
-            serve(app, port, is_over=lambda: is_over() or not app.state.api.healthy)
+            over = {"is_over": lambda: is_over() or not app.state.api.healthy}
+            serve(app, port, **over, takes_signals=_under_torchrun())
 
     if _under_torchrun():
         if listening is not None:
             announce()
         on_ranks(ranks, folder, lambda llm: serve_here(llm, listening), **options)
         return
-    with Handover(listening) as door, interrupts(then=door.stop):
+    with Handover(listening) as door, interrupts(then=door.stop) as asked:
         path = door.path
 
         def use(llm: LLM) -> None:
@@ -95,7 +115,51 @@ def serve_on_ranks(
                 serve_here(llm, taken.listening, taken.is_over)
 
         announce()
-        on_ranks(ranks, folder, use, **options)
+        on_ranks(ranks, folder, use, is_given_up=lambda: asked.is_set() and not door.is_given, **options)
+
+
+class Speaker:
+    """In another process: what it is called with is heard where `hearing` made it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._connection: Connection | None = None
+
+    def __call__(self, said: Any) -> None:
+        self._connection = self._connection or Client(self.address)
+        self._connection.send(said)
+
+
+@contextmanager
+def hearing(hear: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]:
+    """Yields what rank 0 calls, so that `hear` is called here, in a thread, before `on_ranks` returns. Under torchrun
+    rank 0 is this process. An exception of `hear` is raised at the end, and it hears no more."""
+    if _under_torchrun():
+        yield hear
+        return
+    failures: list[Exception] = []
+
+    def run() -> None:
+        with listener.accept() as connection, suppress(EOFError, OSError):
+            while True:
+                said = connection.recv()
+                try:
+                    if not failures:
+                        hear(said)
+                except Exception as failure:
+                    failures.append(failure)
+
+    start_context()  # the listener has its socket in its folder, which ranks remove when this process is killed
+    with Listener(family="AF_UNIX") as listener:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            yield Speaker(listener.address)
+        finally:
+            Client(listener.address).close()  # for the case that no rank came
+            thread.join()
+    for failure in failures:
+        raise failure
 
 
 def _under_torchrun() -> bool:

@@ -128,9 +128,9 @@ def command(
     tp = tp if decode is None else decode
     ranks = check_ranks(tp, pp, device, ep)
     if prefill is not None and pp > 1:
-        raise ValueError(f"--prefill {prefill} with --pp {pp}: keys are handed over to ranks that have all layers")
-    if ranks > 1 and folders:
-        raise ValueError(f"--adapter on {ranks} ranks: a store of adapters knows whole models, leave one of them out")
+        raise ValueError(
+            f"--prefill {prefill} with --pp {pp}: keys are handed over to ranks that have all layers, leave --pp out"
+        )
     if ranks > 1 and int8_head:
         raise ValueError(f"--int8-head on {ranks} ranks: a head that is cut over ranks stays as it is, leave one out")
     engine = {"max_num_seqs": max_num_seqs, "token_budget": token_budget, "kv_dtype": kv}
@@ -152,6 +152,8 @@ def command(
 
         if ranks > 1:
             options |= {"pp": pp, "ep": ep}
+            if "adapters" in options:
+                options["adapters"] = partial(AdapterStore.beside, folder_of(model), **options["adapters"])
             options |= {} if drafter == "none" else {"proposer": drafter, "k": k}
 
             def app_of(llm: LLM) -> "FastAPI":  # on rank 0, which goes on with the time of this process

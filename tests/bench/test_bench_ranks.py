@@ -21,5 +21,5 @@ def test_shares_of_a_step():
 @pytest.mark.full
 def test_smoke():
     report = bench("ranks", sizes=(128,), repeats=5)
-    assert report.ok and len(report.rows) == 2 * 2 * 2
-    assert {row.peer for row in report.rows} == {"one rank", "predicted"}
+    assert report.ok and len(report.rows) == 2 * 2 * 2 + 1
+    assert {row.peer for row in report.rows} == {"one rank", "predicted", "a broadcast"}

@@ -17,7 +17,7 @@ from minillm.predict.model import Shape
 from minillm.predict.training.tensor import Call, microbatch, parameters
 
 NUMBER = 8  # bytes of what a message is made of
-HEAD, FIRST = 30, 1024  # numbers before a step's arrays; numbers of the message that every step has
+HEAD, FIRST = 31, 1024  # numbers before a step's arrays; numbers of the message that every step has
 
 
 def weight_bytes(shape: Shape, world_size: int, itemsize: int) -> int:
@@ -44,10 +44,20 @@ def sent_bytes(calls: Iterable[Call], world_size: int, rank: int = 0) -> int:
     return sum(call.cost(world_size).sent_per_rank[rank] for call in calls)
 
 
-def step_numbers(sequences: int, tokens: int, rows: int, *, changed: int = 0, sampled: int = 0, forked: int = 0) -> int:
+def step_numbers(
+    sequences: int,
+    tokens: int,
+    rows: int,
+    *,
+    changed: int = 0,
+    sampled: int = 0,
+    forked: int = 0,
+    adapted: bool = False,
+) -> int:
     """Numbers that say what a step is. rows: of logits. changed: entries of block tables. sampled: tokens to sample if
-    one of them is not greedy, else 0. forked: tokens to sample if a row gives several, else 0."""
-    return HEAD + tokens + 3 * sequences + rows + 2 * changed + 6 * sampled + forked
+    one of them is not greedy, else 0. forked: tokens to sample if a row gives several, else 0. adapted:
+    whether a sequence has an adapter."""
+    return HEAD + tokens + (4 if adapted else 3) * sequences + rows + 2 * changed + 6 * sampled + forked
 
 
 def message_bytes(numbers: int) -> int:

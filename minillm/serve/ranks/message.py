@@ -20,7 +20,7 @@ from minillm.serve.run.step_inputs import SamplingInputs, StepInputs
 FIRST = 1024  # numbers of the first message
 # In place of a length: there are no more steps; rank 0 is there and has none; a number is asked of every rank.
 END, BEAT, REPORT = -1, 0, -2
-OF_STEP = tuple(field.name for field in fields(StepInputs) if field.type is np.ndarray)
+OF_STEP = tuple(field.name for field in fields(StepInputs) if field.type in (np.ndarray, np.ndarray | None))
 OF_SAMPLING = tuple(field.name for field in fields(SamplingInputs) if field.type == np.ndarray | None)
 OF_PENALTIES = tuple(field.name for field in fields(Penalties))
 HEAD = 4 + len(OF_STEP) + len(OF_SAMPLING) + len(OF_PENALTIES)  # numbers before the arrays

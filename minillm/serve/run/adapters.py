@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minillm.model import Transformer
+from minillm.model.parts import blocks_of
 from minillm.serve.run.optimise import CompiledBlock
 from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Plan, State
@@ -35,7 +36,7 @@ def store_of(
     from minillm.adapters.routed import routes_of
     from minillm.adapters.store import AdapterStore
 
-    if compile is not False or any(isinstance(block.forward, CompiledBlock) for block in model.blocks):
+    if compile is not False or any(isinstance(block.forward, CompiledBlock) for block in blocks_of(model)):
         raise ValueError("adapters with compile: compiled blocks have no place for updates, leave one of the two out.")
     if not isinstance(adapters, AdapterStore | Mapping):
         raise ValueError(f"adapters {adapters!r} must be names with their folders, as {{'french': 'adapters/french'}}.")

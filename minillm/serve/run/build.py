@@ -111,6 +111,8 @@ def build_runner(
     caches = [
         PagedCache(config, each.total, each.block_size, format=kv_format, layers=own, **where) for each, own in kinds
     ]
+    told = (group := group_of(model)) is not None and group.rank > 0
+    routed = {} if adapters is None else {"routed": adapters.routed_as_told if told else adapters.routed}
     widest = blocks_of_full_length(config, pool.block_size)
     runner = runner_of(model)(
         model,
@@ -120,7 +122,7 @@ def build_runner(
         table_rows=2 * most,
         table_width=widest if pool.window is not None else min(pool.total, widest),
         graphs=most if not isinstance(model, Stage) and wants_graphs(graphs, backend, weight.device) else 0,
-        **({} if adapters is None else {"routed": adapters.routed}),
+        **routed,
     )
     if weight.is_cuda if warm_up is None else warm_up:
         with gpu_of(weight.device):

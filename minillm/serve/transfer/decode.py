@@ -14,8 +14,8 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -98,11 +98,9 @@ class DecodeSide:
         peer, digest = secrets.randbits(PEER_BITS), digest_of(llm.model)
         self.peer, self._tickets = peer, tickets_of(peer)
         self.layout = Layout.of(config, llm.cache, digest, ranks)
-        self.receiver = Receiver(
-            llm.cache, self.layout, 0, lambda *told: self._post("whole", 0, *told), self._line_lost
-        )
+        self.receiver = Receiver(llm.cache, self.layout, 0, partial(self._post, "whole", 0), self._line_lost)
         self._members = Members(group, self.layout, self._post, self._line_lost)
-        self._control = self._connect()
+        self._connect()
         self._threads = [
             threading.Thread(target=run, name=f"minillm hand-overs {name}", daemon=True)
             for name, run in (("hear", self._hear), ("ask", self._ask))
@@ -137,12 +135,12 @@ class DecodeSide:
             else:
                 for each in [each for each in self._waiting.values() if each.epoch <= told[0]]:
                     self._end(each.ticket, "gone")
-        oldest = next(iter(self._waiting.values()), None)
-        while oldest is not None and time.monotonic() - oldest.began > self.timeout_s:
-            self._end(oldest.ticket, "timed out")
+        for each in list(self._waiting.values()):  # the oldest first
+            if time.monotonic() - each.began <= self.timeout_s:
+                break
+            self._end(each.ticket, "timed out")
             if time.monotonic() - self._heard > self.timeout_s:  # of no other sequence either
                 self._control.close()
-            oldest = next(iter(self._waiting.values()), None)
 
     def wait(self) -> None:
         """For news, a moment long, if anything waits for keys."""
@@ -153,12 +151,10 @@ class DecodeSide:
     def give_up(self, sequence: Sequence) -> None:
         """The sequence was preempted or has ended: its blocks are about to be released."""
         self._forget(self._waiting[sequence.ticket], "given up")
-        sequence.ticket = 0
 
     def reset(self) -> None:
         """All sequences have lost their blocks."""
         for each in list(self._waiting.values()):
-            each.sequence.ticket = 0
             self._forget(each, "given up")
 
     def close(self) -> None:
@@ -185,11 +181,9 @@ class DecodeSide:
         """Its sequence goes on with what is whole."""
         if (waiting := self._waiting.get(ticket)) is None:
             return
-        received = self._forget(waiting, outcome, reason)
+        received, sequence = self._forget(waiting, outcome, reason), waiting.sequence
         if outcome != "whole":
-            self._alone.add(waiting.sequence)
-        sequence = waiting.sequence
-        sequence.ticket = 0
+            self._alone.add(sequence)
         sequence.num_computed += received
         sequence.received_tokens += received
         self.scheduler.publish(sequence, waiting.start)
@@ -197,6 +191,7 @@ class DecodeSide:
     def _forget(self, waiting: Waiting, outcome: str, reason: str = "") -> int:
         """Returns how many tokens are whole."""
         del self._waiting[waiting.ticket]
+        waiting.sequence.ticket = 0
         self.pool.moves.append((CLOSE, waiting.ticket, 0))
         if outcome != "whole":
             self._asks.put({"give_up": waiting.ticket})
@@ -224,9 +219,9 @@ class DecodeSide:
         if epoch == self._epoch and self._control is not None:
             self._control.close()
 
-    def _connect(self) -> Line:
-        """A line to the pool's rank 0, once all ranks of this side have theirs. ValueError: the pool refuses, or is not
-        there."""
+    def _connect(self) -> None:
+        """Makes a line to the pool's rank 0, once all ranks of this side have theirs. ValueError: it refuses or is
+        not there."""
         try:
             line = dial(self.address)
         except OSError as error:
@@ -247,7 +242,6 @@ class DecodeSide:
             line.close()
             raise Unreachable(f"{reason}.")
         self.ready = True
-        return line
 
     def _hear(self) -> None:
         """Until it is closed: what the pool says; a new line when it has gone and is there again."""
@@ -256,15 +250,13 @@ class DecodeSide:
                 self._take(message)
             self.ready = False
             self._post("lost", self._epoch)
-            for line in self._reconnected():
-                self._control = line
+            self._reconnect()
 
-    def _reconnected(self) -> Iterator[Line]:
-        while not self._closed:
+    def _reconnect(self) -> None:
+        while not self._closed and not self.ready:
             time.sleep(RETRY_S)
             try:
-                yield self._connect()
-                return
+                self._connect()
             except Unreachable:
                 continue
             except ValueError as refusal:

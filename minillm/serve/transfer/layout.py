@@ -8,7 +8,7 @@ Each side may be cut over any number of ranks, and a decode rank asks each prefi
 Where several ranks of a side hold the same head, one of them sends it.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 
 import torch
@@ -50,7 +50,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, found: dict) -> "Layout":
-        return cls(**{field.name: found[field.name] for field in fields(cls)})
+        return cls(**found)
 
     def refusal(self, other: "Layout") -> str | None:
         """Why keys of this side are none for the other; None if they are."""

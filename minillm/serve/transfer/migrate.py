@@ -46,9 +46,10 @@ def take_out(llm: "LLM", request_id: str) -> Moved:
         request = llm.requests.live.get(request_id)
         if request is None:
             raise ValueError(f"request {request_id!r} cannot be moved: it is unknown, has not begun, or has ended.")
-        sample = request.samples[0]
-        if len(request.samples) > 1 or sample.adapter is not None:
-            raise ValueError(f"request {request_id!r} cannot be moved: it has several samples, or an adapter.")
+        sample, several = request.samples[0], len(request.samples) > 1
+        if several or sample.adapter is not None:
+            what = f"{len(request.samples)} samples" if several else "an adapter"
+            raise ValueError(f"request {request_id!r} has {what} and cannot be moved: let it end where it is.")
         answer = tuple(sample.answer())
         draws = sample.draw.count
         if llm.speculation is None:  # a token that is not read yet has taken one, too
@@ -77,9 +78,10 @@ def put_in(llm: "LLM", moved: Moved, request_id: str | None = None) -> str:
 def keys_offered(llm: "LLM", address: str = "127.0.0.1:0") -> Iterator[str]:
     """Until it is left, an engine hands keys over to whoever asks at the address that this yields, and computes them
     first if need be. ValueError for one over ranks."""
-    if group_of(llm.model) is not None:
+    if (group := group_of(llm.model)) is not None:
         raise ValueError(
-            "keys_offered with an engine over ranks: a rank's part knows its own heads, use a whole model."
+            f"keys_offered with an engine over {group.world_size} ranks, of which each has its own heads: use an "
+            "engine that has the whole model."
         )
     side = PrefillSide(None, address).attach(llm, llm.model.config)
     thread = threading.Thread(target=side.serve, args=(llm,), name="minillm offers keys", daemon=True)

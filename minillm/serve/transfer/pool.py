@@ -17,6 +17,7 @@ import torch
 from minillm.comm import Group, HangError, Link, RankError, launch
 from minillm.model import ModelConfig, Transformer
 from minillm.serve.numbers import check_whole
+from minillm.serve.ranks.engine import sigterm_ignored
 from minillm.serve.ranks.part import group_of, ranks_here
 from minillm.serve.transfer.decode import DecodeSide
 from minillm.serve.transfer.members import Member
@@ -51,10 +52,15 @@ class PrefillAt:
         """Makes it the pool of an engine, on every rank of that; config: of the whole model. ValueError: it refuses, or
         cannot be reached."""
         group = group_of(llm.model)
-        if llm.pool.slides:
-            raise ValueError("prefill with a model whose layers all have a sliding window: leave one of them out.")
-        if group is not None and ranks_here(llm.model) < group.world_size:
-            raise ValueError("prefill with decode ranks on several machines: put the ranks of an engine on one.")
+        if windows := {each.window for each in llm.pool.kinds if each.window is not None}:
+            raise ValueError(
+                f"prefill with a sliding window of {windows.pop()} tokens, whose blocks are given back while a prompt is "
+                "computed: leave prefill out."
+            )
+        if group is not None and (here := ranks_here(llm.model)) < group.world_size:
+            raise ValueError(
+                f"prefill with {group.world_size} decode ranks, of which {here} are on this machine: put all on one."
+            )
         if group is not None and group.rank:
             side = Member(llm, group)
         else:
@@ -190,4 +196,5 @@ class PrefillPool:
 
 def _serve(group: Group, source: str | Path | Transformer, address: str, door: str, options: dict[str, Any]) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // (2 * group.world_size)))  # the other half decodes
-    serve_prefill(group, source, address, door=door, **options)
+    with sigterm_ignored():  # of a process group: who started the pool may have requests to end
+        serve_prefill(group, source, address, door=door, **options)

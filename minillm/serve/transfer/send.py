@@ -129,27 +129,23 @@ class Sender:
         """Calls it once what is under way to the peer has left, from a thread."""
         with self._lock:
             outlets = list(self._outlets.get(peer, ()))
-        left = len(outlets)
-        if not outlets:
-            call()
-        lock = threading.Lock()
+        left = list(range(len(outlets)))
 
         def count() -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                last = left == 0
-            if last:
+            if left.pop() == 0:  # each outlet takes another number, and the last one this
                 call()
 
         for outlet in outlets:
             outlet.put(count)
+        if not outlets:
+            call()
 
     def pace(self, nbytes: int, computed: float) -> tuple[float, float]:
         """When an emulated wire begins and ends to carry a message of so many bytes that was there at `computed`; now,
         without one."""
         if self.link is None:
-            return (time.monotonic(),) * 2
+            now = time.monotonic()
+            return now, now
         with self._lock:
             began = max(computed, self._free_at)
             self._free_at = began + nbytes / self.link.bandwidth_bytes_per_s

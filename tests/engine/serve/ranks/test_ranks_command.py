@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from minillm.__main__ import run
+from minillm.cli import generate, ranks
+from minillm.comm import launch
 from minillm.serve import SamplingParams
 from tests.engine.api.running import engine
 
@@ -35,9 +37,15 @@ class Server:
     """A server process in a folder of its own for what is temporary."""
 
     def __init__(self, folder, *arguments, command=SERVE):
+        self.shared_memory = set(os.listdir("/dev/shm"))
         environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [*command, *arguments], stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, env=environment
+            [*command, *arguments],
+            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
         self.folder, self.log, self.url = folder, [], None
         threading.Thread(target=lambda: self.log.extend(self.process.stdout), daemon=True).start()
@@ -48,6 +56,7 @@ class Server:
         self.url = re.search(r"http://127.0.0.1:\d+", self.text)[0]
         until(self.is_ready, "it is not ready")
         self.processes = [self.process.pid, *(each.pid for each in self.children())]
+        self.ports = {each.laddr.port for pid in self.processes for each in listening(psutil.Process(pid))}
 
     @property
     def text(self):
@@ -66,11 +75,43 @@ class Server:
         return [each for each in self.children() if each.ppid() != self.process.pid]
 
     def ended(self):
-        """Its exit status, once it and all of its processes have gone."""
+        """Its exit status, once it and all of its processes have gone, with their files, ports and shared memory."""
         status = self.process.wait(PATIENCE_S)
         until(lambda: not any(map(psutil.pid_exists, self.processes)), "a process is left")
         until(lambda: not [name for name in os.listdir(self.folder) if "minillm" in name], "a file is left")
+        until(lambda: not self.left_in_memory(), f"in shared memory: {self.left_in_memory()}")
+        for port in self.ports:
+            with socket.socket() as free:
+                free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                free.bind(("127.0.0.1", port))
         return status
+
+    def left_in_memory(self):
+        """Names in shared memory that its processes have made; those of other programs have another process's number,
+        or were there."""
+        new = set(os.listdir("/dev/shm")) - self.shared_memory
+        return [name for name in new if any(str(pid) in name for pid in self.processes)]
+
+    def signal_all(self, number):
+        """As a terminal does it, or a service manager: every process of its group gets the signal."""
+        os.killpg(self.process.pid, number)
+
+
+def listening(process):
+    return [each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+
+
+def open_stream(server, tokens):
+    """An answer of which the first piece has come."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    asked = {"max_tokens": tokens, "temperature": 1, "extra_body": {"ignore_eos": True}}
+    stream = client.completions.create(model="draft", prompt="def ", stream=True, **asked)
+    next(stream)
+    return stream
+
+
+def last_reason(stream):
+    return [chunk.choices[0] for chunk in stream if chunk.choices][-1].finish_reason
 
 
 @pytest.fixture
@@ -90,18 +131,50 @@ def test_clients_get_the_engine_s_answers_and_sigterm_ends_what_is_open(server):
         answers = client.completions.create(model="draft", prompt="def ", max_tokens=12, **asked).choices
         expected = alone.generate([alone.tokenizer.encode("def ")], SamplingParams(12, **asked))[0].answers
         assert [answer.text for answer in answers] == [answer.text for answer in expected]
-    asked = {"max_tokens": 40, "temperature": 1, "extra_body": {"ignore_eos": True}}
     shown = httpx.get(f"{server.url}/metrics").text
     assert all(
         f'minillm_start_seconds{{phase="{each}"}}' in shown for each in ("process", "imports", "load", "warm-up")
     )
-    stream = client.completions.create(model="draft", prompt="def ", stream=True, **asked)
-    pieces = [next(stream).choices[0]]
+    stream = open_stream(server, 40)
     server.process.send_signal(signal.SIGTERM)
-    pieces += [chunk.choices[0] for chunk in stream if chunk.choices]
-    assert pieces[-1].finish_reason == "length"
+    assert last_reason(stream) == "length"
     assert server.ended() == 0, server.text
     assert "Traceback" not in server.text
+
+
+POOL = ("--prefill-least", "2", "--order", "arrival")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "arguments", [("--tp", "2"), ("--pp", "2"), ("--prefill", "1", *POOL), ("--prefill", "1", "--decode", "2", *POOL)]
+)
+def test_a_signal_to_the_whole_group_ends_what_is_open_first(arguments, number, tmp_path):
+    server = Server(tmp_path, *arguments)
+    try:
+        server.wait()
+        stream = open_stream(server, 200)
+        server.signal_all(number)
+        assert last_reason(stream) == "length", server.text
+        assert server.ended() in (0, -number), server.text
+        assert "Traceback" not in server.text and "minillm: rank" not in server.text
+    finally:
+        server.process.kill()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arguments", [("--tp", "2"), ("--prefill", "1", "--decode", "2")])
+def test_a_signal_to_the_whole_group_while_ranks_start_ends_all_in_silence(arguments, tmp_path):
+    server = Server(tmp_path, *arguments)
+    try:
+        until(lambda: len(server.children()) >= 3, "no rank starts")
+        server.processes, server.ports = [server.process.pid, *(each.pid for each in server.children())], ()
+        server.signal_all(signal.SIGTERM)
+        assert server.ended() in (0, -signal.SIGTERM), server.text
+        assert "Traceback" not in server.text and "minillm: " not in server.text
+    finally:
+        server.process.kill()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -160,16 +233,53 @@ def test_what_ranks_cannot_do_is_one_sentence(arguments, said, capfd):
     assert len(lines) == 1 and said in lines[0]
 
 
-def test_generate_gives_the_text_of_one_process(capsys, tmp_path):
+def test_generate_gives_the_text_of_one_process(capsys, tmp_path, monkeypatch):
+    pieces, show = [], generate.show_text
+    monkeypatch.setattr(generate, "show_text", lambda said: (pieces.append(said), show(said)))
     file = tmp_path / "prompts"
     file.write_text("def \nclass A:\n")
     plain = ["generate", "--temperature", "0.7", "--max-new-tokens", "12", "--model", "draft"]
     for asked in (["import os\n"], ["--batch", str(file)]):
         texts = []
-        for ranks in (["--tp", "1"], ["--tp", "2"], ["--pp", "2"]):
-            assert run([*plain, *ranks, *asked]) == 0
+        for layout in (["--tp", "1"], ["--tp", "2"], ["--pp", "2"]):
+            assert run([*plain, *layout, *asked]) == 0
             texts.append(capsys.readouterr().out)
         assert texts[0] == texts[1] == texts[2] and len(texts[0]) > 30
+    assert len(pieces) > 2 * 10, "it is not shown piece by piece"
+
+
+def test_what_rank_0_says_is_heard_while_it_runs(tmp_path):
+    heard = []
+
+    def hear(piece):
+        heard.append(piece)
+        (tmp_path / piece).touch()
+
+    def program(group):
+        for piece in "abc" if group.rank == 0 else "":
+            say(piece)
+            while not (tmp_path / piece).exists():
+                time.sleep(0.01)
+
+    with ranks.hearing(hear) as say:
+        launch(program, 2)
+    assert heard == ["a", "b", "c"]
+
+
+def test_what_cannot_be_shown_is_told_at_the_end():
+    with pytest.raises(BrokenPipeError, match="b"), ranks.hearing(fail_at("b")) as say:
+        launch(lambda group: [say(piece) for piece in "abc"], 1)
+    with ranks.hearing(print):
+        pass  # no rank came
+
+
+def fail_at(piece):
+    def hear(said):
+        assert said <= piece, "it goes on after a failure"
+        if said == piece:
+            raise BrokenPipeError(said)
+
+    return hear
 
 
 def torchrun(*arguments):
@@ -209,18 +319,15 @@ def test_two_nodes_of_torchrun_serve_together(tmp_path):
 
 
 @pytest.mark.full
-def test_a_sigterm_to_all_ranks_of_torchrun_ends_what_is_open_first(tmp_path):
+@pytest.mark.parametrize("to_all", [False, True], ids=["SIGTERM to torchrun", "Ctrl-C in its terminal"])
+def test_a_signal_to_torchrun_ends_what_is_open_first(to_all, tmp_path):
     arguments = ["-m", "minillm", *SERVE[3:], "--tp", "2"]
     server = Server(tmp_path, command=torchrun("--standalone", "--nproc-per-node", "2", *arguments))
     try:
         server.wait()
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
-        asked = {"max_tokens": 200, "temperature": 1, "extra_body": {"ignore_eos": True}}
-        stream = client.completions.create(model="draft", prompt="def ", stream=True, **asked)
-        pieces = [next(stream).choices[0]]
-        server.process.send_signal(signal.SIGTERM)
-        pieces += [chunk.choices[0] for chunk in stream if chunk.choices]
-        assert pieces[-1].finish_reason == "length"
+        stream = open_stream(server, 200)
+        server.signal_all(signal.SIGINT) if to_all else server.process.send_signal(signal.SIGTERM)
+        assert last_reason(stream) == "length"
         server.process.wait(PATIENCE_S)
         until(lambda: not any(map(psutil.pid_exists, server.processes)), "a process is left")
     finally:

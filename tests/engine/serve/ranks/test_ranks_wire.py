@@ -1,11 +1,13 @@
-"""The kernel's loopback counters see the bytes that an engine over ranks is predicted to send."""
+"""The kernel's loopback counters see the bytes that an engine over ranks, and a hand-over, is predicted to send."""
 
 import pytest
 
 from minillm.comm import launch
 from minillm.measure import ledger, wire
 from minillm.model import ModelConfig, Transformer
-from minillm.serve import SamplingParams, over_ranks
+from minillm.predict.serving.handover import handed_bytes
+from minillm.serve import LLM, SamplingParams, over_ranks
+from minillm.serve.transfer import PrefillPool
 
 pytestmark = pytest.mark.wire
 
@@ -36,3 +38,17 @@ def test_loopback_counters_agree(ranks, pp):
     found = launch(witness, ranks, pp)
     a_pass = sum(said for _, said in found) / len(PROMPTS)
     assert found[0][0] == pytest.approx(a_pass, rel=0.03)
+
+
+def test_loopback_counters_agree_about_a_hand_over():
+    model, sizes, seen = Transformer(CONFIG, seed=1), {"token_budget": 1000, "num_blocks": 600}, []
+    with PrefillPool.spawn(model, 1, min_tokens=4, timeout_s=600, **sizes) as pool:
+        llm = LLM(model, prefill=pool, **sizes)
+        llm.generate(PROMPTS[:1], SamplingParams(1))  # connections are made
+        for prompt in PROMPTS[1:]:
+            with wire() as on_wire:
+                llm.generate([prompt], SamplingParams(1))
+            seen.append(on_wire.sent)
+        handed = llm.handovers.nbytes / len(PROMPTS)
+    assert handed == handed_bytes(CONFIG, 999, itemsize=4)
+    assert min(seen) == pytest.approx(handed, rel=0.03)

@@ -19,7 +19,9 @@ def test_tokens_are_those_of_one_process(ranks, pp, names):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("ranks", "pp", "names"), [(2, 2, OF_STAGES), (4, 2, OF_STAGES), (3, 3, DEEP), (4, 4, DEEP)])
+@pytest.mark.parametrize(
+    ("ranks", "pp", "names"), [(2, 2, OF_STAGES), (4, 2, OF_STAGES), (8, 2, FEW), (3, 3, DEEP), (4, 4, DEEP)]
+)
 def test_tokens_of_every_case_are_those_of_one_process(ranks, pp, names):
     check(launch(mixed, ranks, tuple(names), COUNT, SEED, pp, timeout=PATIENCE_S)[0])
 

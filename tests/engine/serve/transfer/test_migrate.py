@@ -83,5 +83,5 @@ def test_a_request_that_cannot_move_is_named():
         take_out(llm, "x")
     name = llm.add(PROMPT, SamplingParams(4, n=2))
     steps(llm, 1)
-    with pytest.raises(ValueError, match="several samples"):
+    with pytest.raises(ValueError, match="has 2 samples and cannot be moved: let it end"):
         take_out(llm, name)
