@@ -22,15 +22,18 @@ counter is at most `ahead` behind: so much sooner may the requests of a burst ru
 sequence that gave way keeps its tokens, and its blocks while they are cached.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop
 
 from minillm.serve.schedule.blocks import BlockPool
+from minillm.serve.schedule.even_steps import Mix, prompt_tokens_needed
 from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Plan, Sequence, State
 
 PROMPT, ANSWER = 1, 2  # service of a token: an answer's needs a pass of its own (the paper's weights)
+MAY_COME = 4096  # steps after its last request, in which a tenant is expected back
 MOST_REMEMBERED = 1024  # tenants that were not named at the start, if fewer are active
 
 
@@ -48,6 +51,9 @@ class Share:
     gave_way: int = 0
     answered: int = 0
     block_seconds: float = 0.0
+    mix: Mix = field(default_factory=Mix, repr=False)
+    last_step: int = 0
+    crowds: bool = False
     queue: list[tuple[tuple, Sequence]] = field(default_factory=list, repr=False)
 
     @property
@@ -90,13 +96,14 @@ class FairScheduler(Scheduler):
         *,
         shares: Mapping[str, Share] | None = None,
         take_back: bool = True,
+        even_steps: bool = True,
         ahead: int | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         tenant_of: Callable[[Sequence], str] = salt_of,
         **options,
     ):
         self.shares, self._given = dict(shares or {}), frozenset(shares or {})
-        self.take_back = take_back
+        self.take_back, self.even_steps = take_back, even_steps
         self._clock, self._tenant_of = clock, tenant_of
         super().__init__(pool, **options)
         self.ahead = self.token_budget if ahead is None else ahead
@@ -106,8 +113,9 @@ class FairScheduler(Scheduler):
         self._paid: dict[Sequence, int] = {}  # tokens of a sequence that are counted, once it was admitted
         self._last_left: Share | None = None  # whose queue was the last to become empty
         self._counted_until = self._clock()
+        self._left = 0.0  # prompt tokens that this step still takes of tenants that crowd
         for share in self.shares.values():
-            share.queue, share.running = [], 0
+            share.queue, share.running, share.crowds = [], 0, False
 
     def share_of(self, sequence: Sequence) -> Share:
         tenant = self._tenant_of(sequence)
@@ -134,6 +142,7 @@ class FairScheduler(Scheduler):
 
     def schedule(self) -> Plan:
         self._count_running()
+        self._left = self._prompt_tokens_left() if self.even_steps else float("inf")
         admitted, preempted = self._take_back() if self.take_back else ([], [])
         plan = super().schedule()
         plan.admitted[:0], plan.preempted[:0] = admitted, preempted
@@ -162,6 +171,7 @@ class FairScheduler(Scheduler):
         if tokens := length - self._paid[sequence]:  # fewer than none if a placeholder was taken back
             self._paid[sequence] = length
             share.answered += tokens
+            share.mix.add(answers=tokens)
             share.counter += ANSWER * tokens / share.weight
         share.block_seconds += _num_held(sequence) * seconds
 
@@ -184,7 +194,7 @@ class FairScheduler(Scheduler):
         return [share for share in self.shares.values() if share.head is not None and share.may_run(share.head)]
 
     def _first_waiting(self) -> Sequence | None:
-        shares = self._may_be_next()
+        shares = [share for share in self._may_be_next() if self._left > 0 or not share.crowds]
         return min(shares, key=lambda share: share.turn).head if shares else None
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -207,6 +217,36 @@ class FairScheduler(Scheduler):
     def _prompts_in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
         """What a step has for prompts goes first to tenants with fewer places."""
         return sorted(prompts, key=lambda sequence: (share := self.share_of(sequence)).running / share.weight)
+
+    def _prompt_tokens_left(self) -> float:
+        """Of a step, for tenants that want more than their part of the places while others may come (`even_steps.py`).
+        """
+        about: list[Share] = []
+        for tenant, share in self.shares.items():
+            share.crowds = False
+            if share.is_active:
+                share.last_step = self.step + 1
+            if tenant and share.last_step and self.step - share.last_step < MAY_COME:
+                about.append(share)
+        if len(about) < 2:
+            return math.inf
+        weights, places = sum(share.weight for share in about), self.max_num_seqs
+        for share in about:
+            share.crowds = (share.running + len(share.queue)) * weights > self.max_num_seqs * share.weight
+            places -= 0 if share.crowds else share.running
+        needed = prompt_tokens_needed([share.mix for share in about if share.crowds], places)
+        return max(self.pool.block_size, needed)
+
+    def _give(self, sequence: Sequence, budget: int, plan: Plan) -> int:
+        if sequence.num_uncomputed == 1:
+            return super()._give(sequence, budget, plan)
+        share = self.share_of(sequence)
+        if share.crowds and self._left < budget:
+            budget = max(0, math.ceil(self._left))
+        given = super()._give(sequence, budget, plan)
+        self._left -= given
+        share.mix.add(prompts=given)
+        return given
 
     def _take_back(self) -> tuple[list[Sequence], list[Sequence]]:
         """Before a step is planned: sequences that are admitted because another tenant holds more, and those that made
