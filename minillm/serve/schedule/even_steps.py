@@ -13,7 +13,7 @@ a step needs. It is measured, hence independent of how the prompts are spread: w
 
 from dataclasses import dataclass
 
-RECENT = 4096  # tokens, after which what was counted before weighs half
+RECENT = 16384  # tokens, after which what was counted before weighs half
 
 
 @dataclass

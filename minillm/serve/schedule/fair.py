@@ -7,19 +7,21 @@ answer, divided by the tenant's weight.
     a place in the batch is free ──▶ the tenant with the smallest counter among those that wait ──▶ its first request
     a tenant comes back          ──▶ its counter is lifted to the smallest of those that wait: idleness is not saved up
     no place is free             ──▶ a tenant that holds fewer than another takes the other's youngest sequence's place
+    a tenant crowds              ──▶ its prompts take no more of a step than keeps the places full (`even_steps.py`)
 
 It is work-conserving: a tenant alone gets everything. Of two tenants that both always wait, the service differs by at
 most 2 · max(PROMPT · longest prompt, ANSWER · tokens that fit the pool), however long it lasts (Section 4). The order
 within a tenant, preemption for want of blocks and everything else are the `Scheduler`'s. Prompt tokens found in the
 cache cost nothing; one that is computed again after a preemption was paid before.
 
-The third line is not the paper's: a counter decides who is next, and whoever is next may still wait until an answer of
+The third and the fourth line are not the paper's. The third: a counter decides who is next, and whoever is next may still wait until an answer of
 the tenant that filled the batch ends. What a tenant holds is its part of the places or of the blocks, whichever is
 larger, divided by its weight (dominant resource: Ghodsi et al. 2011,
 https://www.usenix.org/conference/nsdi11/dominant-resource-fairness-fair-allocation-multiple-resource-types). A place is
 taken only if the other still holds no less afterwards, so that it cannot take it back, and only from a tenant whose
 counter is at most `ahead` behind: so much sooner may the requests of a burst run, and the bound above grows by it. A
-sequence that gave way keeps its tokens, and its blocks while they are cached.
+sequence that gave way keeps its tokens, and its blocks while they are cached. The fourth: who comes then has a place, and waits for
+the step that runs and for its own prompt's; prompts of the tenant that crowds would make both of them long.
 """
 
 import math
@@ -33,6 +35,7 @@ from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Plan, Sequence, State
 
 PROMPT, ANSWER = 1, 2  # service of a token: an answer's needs a pass of its own (the paper's weights)
+AHEAD_STEPS = 4  # see `ahead`
 MAY_COME = 4096  # steps after its last request, in which a tenant is expected back
 MOST_REMEMBERED = 1024  # tenants that were not named at the start, if fewer are active
 
@@ -42,7 +45,8 @@ class Share:
     """What a tenant may have and has had. weight: of its service; 2 gets twice as much. most_running: of its sequences
     in the batch, None = as many as there are places. counter: weighted service. running: places that it holds.
     answered, block_seconds: its tokens, and blocks times the seconds it held them (a shared block counts for each of
-    its holders). gave_way: sequences that made room for another tenant's."""
+    its holders). gave_way: sequences that made room for another tenant's. mix: what its requests are like. last_step: in
+    which it had one. crowds: whether it wants more than its part of the places."""
 
     weight: float = 1.0
     most_running: int | None = None
@@ -83,8 +87,8 @@ def salt_of(sequence: Sequence) -> str:
 
 class FairScheduler(Scheduler):
     """A `Scheduler` that admits by the virtual token counter. shares: by tenant; an unknown one gets weight 1, and is
-    forgotten some time after it has left (`MOST_REMEMBERED`). take_back: False leaves every sequence where it is, as in
-    the paper; ahead: of the service, by which a tenant that takes a place may be ahead, None = the tokens of a step.
+    forgotten some time after it has left (`MOST_REMEMBERED`). take_back: False leaves every sequence where it is, and
+    even_steps: False lets prompts fill a step, as in the paper; ahead: of the service, by which a tenant that takes a place may be ahead, None = the tokens of four steps.
     clock: for block-seconds, 0 at all times without. tenant_of: whose a sequence is.
 
         LLM(model, scheduler=partial(FairScheduler, shares={"ada": Share(weight=2)}))
@@ -106,7 +110,7 @@ class FairScheduler(Scheduler):
         self.take_back, self.even_steps = take_back, even_steps
         self._clock, self._tenant_of = clock, tenant_of
         super().__init__(pool, **options)
-        self.ahead = self.token_budget if ahead is None else ahead
+        self.ahead = AHEAD_STEPS * self.token_budget if ahead is None else ahead
 
     def reset(self) -> None:
         super().reset()
@@ -215,12 +219,17 @@ class FairScheduler(Scheduler):
         self.share_of(sequence).running -= sequence.num_seqs
 
     def _prompts_in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
-        """What a step has for prompts goes first to tenants with fewer places."""
-        return sorted(prompts, key=lambda sequence: (share := self.share_of(sequence)).running / share.weight)
+        """What a step has for prompts goes first to tenants that do not crowd, and of those to the one with fewer places."""
+
+        def turn(sequence: Sequence) -> tuple:
+            share = self.share_of(sequence)
+            return share.crowds, share.running / share.weight
+
+        return sorted(prompts, key=turn)
 
     def _prompt_tokens_left(self) -> float:
-        """Of a step, for tenants that want more than their part of the places while others may come (`even_steps.py`).
-        """
+        """Of a step, for tenants that crowd: those that want more than their part of the places, and are not behind
+        others in service, while others may come (`even_steps.py`)."""
         about: list[Share] = []
         for tenant, share in self.shares.items():
             share.crowds = False
@@ -231,8 +240,11 @@ class FairScheduler(Scheduler):
         if len(about) < 2:
             return math.inf
         weights, places = sum(share.weight for share in about), self.max_num_seqs
+        most = max((share.counter for share in about if share.is_active), default=0.0)
         for share in about:
-            share.crowds = (share.running + len(share.queue)) * weights > self.max_num_seqs * share.weight
+            is_behind = share.counter + self.ahead / share.weight < most
+            wanted = share.running + len(share.queue)
+            share.crowds = not is_behind and wanted * weights > self.max_num_seqs * share.weight
             places -= 0 if share.crowds else share.running
         needed = prompt_tokens_needed([share.mix for share in about if share.crowds], places)
         return max(self.pool.block_size, needed)

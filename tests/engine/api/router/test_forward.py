@@ -301,4 +301,3 @@ def test_metrics_show_a_tenant_its_own_rows_and_the_routers():
         router = f'minillm_router_attempts_total{{outcome="200",replica="{made[0].url}"}} 3.0'
         assert all(router in text for text in texts.values())
         assert CLIENT.get(f"{found.url}/metrics").status_code == 401
-
