@@ -6,9 +6,10 @@ were admitted together end together, and their successors' prompts then fill one
     tokens of a step    256 8 8 8 8 8 8 8 256 8 8 8 8 8 8 8 256       all prompts when places are free
                          40 40 40 40 40 40 40 40 40 40 40 40 40       as many as the places need to stay full
 
-The second row computes as many tokens in as many steps. A place that is occupied gives a token of an answer in each
-step, and for each of those a tenant's requests bring `prompts / answers` prompt tokens. So this times the places is what
-a step needs. It is measured, hence independent of how the prompts are spread: without prompts, answers come to an end.
+The second row computes as many tokens in as many steps. A sequence that decodes has a token in each step, and for each
+token of an answer a tenant's requests bring `prompts / answers` prompt tokens; so a step needs as many as that, times
+the places, to keep them occupied. The ratio is measured. It does not depend on how prompts are spread: with fewer of
+them, fewer answers come.
 """
 
 from dataclasses import dataclass

@@ -14,25 +14,26 @@ most 2 · max(PROMPT · longest prompt, ANSWER · tokens that fit the pool), how
 within a tenant, preemption for want of blocks and everything else are the `Scheduler`'s. Prompt tokens found in the
 cache cost nothing; one that is computed again after a preemption was paid before.
 
-The third and the fourth line are not the paper's. The third: a counter decides who is next, and whoever is next may still wait until an answer of
-the tenant that filled the batch ends. What a tenant holds is its part of the places or of the blocks, whichever is
-larger, divided by its weight (dominant resource: Ghodsi et al. 2011,
+The third and the fourth line are not the paper's. The third: a counter decides who is next, and whoever is next may
+still wait until an answer of the tenant that filled the batch ends. What a tenant holds is its part of the places or of
+the blocks, whichever is larger, divided by its weight (dominant resource: Ghodsi et al. 2011,
 https://www.usenix.org/conference/nsdi11/dominant-resource-fairness-fair-allocation-multiple-resource-types). A place is
 taken only if the other still holds no less afterwards, so that it cannot take it back, and only from a tenant whose
 counter is at most `ahead` behind: so much sooner may the requests of a burst run, and the bound above grows by it. A
-sequence that gave way keeps its tokens, and its blocks while they are cached. The fourth: who comes then has a place, and waits for
-the step that runs and for its own prompt's; prompts of the tenant that crowds would make both of them long.
+sequence that gave way keeps its tokens, and its blocks while they are cached.
+
+The fourth: who comes then has a place, and waits for the step that runs and for that of its own prompt. Prompts of a
+tenant that crowds would make both of them long.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from heapq import heappop
 
 from minillm.serve.schedule.blocks import BlockPool
-from minillm.serve.schedule.even_steps import Mix, prompt_tokens_needed
+from minillm.serve.schedule.even_steps import prompt_tokens_needed
 from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Plan, Sequence, State
+from minillm.serve.schedule.share import Share, salt_of
 
 PROMPT, ANSWER = 1, 2  # service of a token: an answer's needs a pass of its own (the paper's weights)
 AHEAD_STEPS = 4  # see `ahead`
@@ -40,56 +41,13 @@ MAY_COME = 4096  # steps after its last request, in which a tenant is expected b
 MOST_REMEMBERED = 1024  # tenants that were not named at the start, if fewer are active
 
 
-@dataclass
-class Share:
-    """What a tenant may have and has had. weight: of its service; 2 gets twice as much. most_running: of its sequences
-    in the batch, None = as many as there are places. counter: weighted service. running: places that it holds.
-    answered, block_seconds: its tokens, and blocks times the seconds it held them (a shared block counts for each of
-    its holders). gave_way: sequences that made room for another tenant's. mix: what its requests are like. last_step: in
-    which it had one. crowds: whether it wants more than its part of the places."""
-
-    weight: float = 1.0
-    most_running: int | None = None
-    counter: float = 0.0
-    running: int = 0
-    gave_way: int = 0
-    answered: int = 0
-    block_seconds: float = 0.0
-    mix: Mix = field(default_factory=Mix, repr=False)
-    last_step: int = 0
-    crowds: bool = False
-    queue: list[tuple[tuple, Sequence]] = field(default_factory=list, repr=False)
-
-    @property
-    def head(self) -> Sequence | None:
-        """The first that waits."""
-        while self.queue and self.queue[0][1].state is State.FINISHED:
-            heappop(self.queue)
-        return self.queue[0][1] if self.queue else None
-
-    @property
-    def turn(self) -> tuple:
-        """Smaller is sooner; among equal counters the first to arrive."""
-        return self.counter, self.head.rank
-
-    @property
-    def is_active(self) -> bool:
-        return self.running > 0 or self.head is not None
-
-    def may_run(self, sequence: Sequence) -> bool:
-        return self.most_running is None or self.running + sequence.num_seqs <= self.most_running
-
-
-def salt_of(sequence: Sequence) -> str:
-    """A tenant's requests are those of its salt, which keeps its prefixes to itself, too."""
-    return sequence.request.salt or ""
-
-
 class FairScheduler(Scheduler):
-    """A `Scheduler` that admits by the virtual token counter. shares: by tenant; an unknown one gets weight 1, and is
-    forgotten some time after it has left (`MOST_REMEMBERED`). take_back: False leaves every sequence where it is, and
-    even_steps: False lets prompts fill a step, as in the paper; ahead: of the service, by which a tenant that takes a place may be ahead, None = the tokens of four steps.
-    clock: for block-seconds, 0 at all times without. tenant_of: whose a sequence is.
+    """A `Scheduler` that admits by the virtual token counter.
+
+    shares: by tenant; an unknown one gets weight 1, and is forgotten some time after it has left (`MOST_REMEMBERED`).
+    take_back: False leaves every sequence where it is, and even_steps: False lets prompts fill a step, as in the paper.
+    ahead: of the service, by which a tenant that takes a place may be ahead; None = the tokens of four steps. clock:
+    for block-seconds, 0 at all times without. tenant_of: whose a sequence is.
 
         LLM(model, scheduler=partial(FairScheduler, shares={"ada": Share(weight=2)}))
     """
@@ -219,7 +177,7 @@ class FairScheduler(Scheduler):
         self.share_of(sequence).running -= sequence.num_seqs
 
     def _prompts_in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
-        """What a step has for prompts goes first to tenants that do not crowd, and of those to the one with fewer places."""
+        """First those of tenants that do not crowd, and of these of the one with fewer places."""
 
         def turn(sequence: Sequence) -> tuple:
             share = self.share_of(sequence)
