@@ -28,7 +28,7 @@ from minillm.api.connection import (
 )
 from minillm.api.entry import Entry
 from minillm.api.errors import answer_errors
-from minillm.api.limits import Admission, ApiError, Keys, Limits
+from minillm.api.limits import Admission, ApiError, Keys, Limits, shutting_down
 from minillm.api.metrics import Metrics
 from minillm.api.protocol import ChatRequest, CompletionRequest, parsed
 from minillm.measure.start import Start
@@ -164,7 +164,7 @@ class Api:
                 opened.status = "ended early"
                 chunks = self.chunks(shape, opened, request.state.id)
                 return ClosingResponse(chunks, opened, self.limits.timeout_s + self.limits.unread_s)
-            outputs = await while_connected(request, drained(opened.streams))
+            outputs = await while_connected(request, drained(opened.streams), self.admission)
             for output in outputs:
                 for sample in output.answers:
                     check_ending(sample.reason)
@@ -189,24 +189,25 @@ class Api:
         begun: set[int] = set()
         open_streams = len(streams)
         try:
-            while open_streams:
-                place, item = await queue.get()
-                if item is None:
-                    open_streams -= 1
-                    for answer, sample in enumerate(streams[place].output.answers):
-                        index = place * each + answer
-                        if shape.chat and index not in begun:
-                            yield shape.first(index)
-                        check_ending(sample.reason)
-                        yield shape.last(index, sample.reason)
-                    continue
-                if isinstance(item, BaseException):
-                    raise failure(item)
-                index = place * each + item.sample
-                if shape.chat and index not in begun:
-                    yield shape.first(index)
-                begun.add(index)
-                yield shape.piece(index, item.text, item.tokens, offsets[index])
+            with self.admission.until_cut_off(lambda: queue.put_nowait((0, shutting_down()))):
+                while open_streams:
+                    place, item = await queue.get()
+                    if item is None:
+                        open_streams -= 1
+                        for answer, sample in enumerate(streams[place].output.answers):
+                            index = place * each + answer
+                            if shape.chat and index not in begun:
+                                yield shape.first(index)
+                            check_ending(sample.reason)
+                            yield shape.last(index, sample.reason)
+                        continue
+                    if isinstance(item, BaseException):
+                        raise item if isinstance(item, ApiError) else failure(item)
+                    index = place * each + item.sample
+                    if shape.chat and index not in begun:
+                        yield shape.first(index)
+                    begun.add(index)
+                    yield shape.piece(index, item.text, item.tokens, offsets[index])
             if shape.counts_usage:
                 yield shape.counted([stream.output for stream in streams])
             opened.status = "200"

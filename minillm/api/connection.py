@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from minillm.api.answers import REASONS
-from minillm.api.limits import Admission, ApiError
+from minillm.api.limits import Admission, ApiError, shutting_down
 from minillm.api.metrics import Metrics
 from minillm.serve.async_engine import EngineStopped, Stream
 from minillm.serve.requests.output import Output
@@ -108,22 +108,24 @@ async def drained(streams: list[Stream]) -> list[Output]:
     return await asyncio.gather(*map(drain, streams))
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` returns; ApiError if the client goes away first, which cancels it."""
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result], admission: Admission) -> Result:
+    """What `work` returns; ApiError if the client goes away first or the server ends, which cancels it."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    answers, leaving = asyncio.create_task(work), asyncio.create_task(gone())
+    answers, leaving, cut_off = asyncio.create_task(work), asyncio.create_task(gone()), asyncio.Event()
+    ending = asyncio.create_task(cut_off.wait())
     try:
-        await asyncio.wait((answers, leaving), return_when=asyncio.FIRST_COMPLETED)
+        with admission.until_cut_off(cut_off.set):
+            await asyncio.wait((answers, leaving, ending), return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():
-            raise client_left()
+            raise client_left() if leaving.done() else shutting_down()
         return answers.result()
     finally:
-        leaving.cancel()
-        answers.cancel()
+        for task in (leaving, ending, answers):
+            task.cancel()
 
 
 def tokens_of(output: Output) -> int:

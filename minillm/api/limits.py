@@ -2,6 +2,8 @@
 
 import hmac
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,10 @@ class Keys:
         return known[0]
 
 
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down: ask another replica", "server_error", code="draining")
+
+
 def shares_of(keys: Keys) -> dict[str, Share]:
     """For a `FairScheduler`: what each tenant's terms say of the engine."""
     return {name: Share(terms.weight, terms.running) for name, terms in keys.terms.items()}
@@ -147,10 +153,25 @@ class Admission:
         self.limits, self.keys, self.open = limits, keys, Counter()
         self.buckets = {name: bucket for name, terms in keys.terms.items() if (bucket := terms.bucket()) is not None}
         self.draining = False
+        self._cut_off: set[Callable[[], None]] = set()
+
+    @contextmanager
+    def until_cut_off(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Within it, `tell` is called if the time that open requests have after SIGTERM is over."""
+        self._cut_off.add(tell)
+        try:
+            yield
+        finally:
+            self._cut_off.discard(tell)
+
+    def cut_off(self) -> None:
+        """Ends what is still open; each answers `shutting_down`."""
+        for tell in list(self._cut_off):
+            tell()
 
     def enter(self, tenant: str) -> None:
         if self.draining:
-            raise ApiError(503, "the server is shutting down: ask another replica", "server_error", code="draining")
+            raise shutting_down()
         own = self.keys.terms.get(tenant, Terms()).open
         if self.open[tenant] >= min(self.limits.per_tenant, self.limits.per_tenant if own is None else own):
             what = f"{self.open[tenant]} requests of this tenant are open, which is its limit"

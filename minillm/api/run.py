@@ -6,6 +6,7 @@ accept ──▶ event loop (HTTP) ──▶ AsyncLLM's thread (forward passes) 
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -21,7 +22,8 @@ from fastapi import FastAPI
 from minillm.api.entry import new_request_id
 from minillm.api.limits import ApiError
 
-DRAIN_S = 30.0  # for open requests after SIGTERM; then they are cut off
+DRAIN_S = 30.0  # for open requests after SIGTERM; then they are told that they are cut off
+TELL_S = 5.0  # for that
 UNREAD_LOOKS = 5  # while it drains, one a second
 AGAIN_S = 1.0  # a second Ctrl-C cuts off what is open; torchrun repeats at once what its terminal has sent already
 FIRST_REQUEST_S = 10.0  # for the headers of a connection's first request
@@ -31,12 +33,19 @@ class DrainingServer(uvicorn.Server):
     """Tells the app first that it is shutting down, so that /ready fails and what still arrives gets 503.
 
     is_over: asked ten times a second; it ends as by a signal once this is true. takes_signals: False where another
-    process takes them for this one, although its terminal sends them to both.
+    process takes them for this one, although its terminal sends them to both. drain_s: for what is open; the rest is
+    answered with 503, or with an error event if it has begun.
     """
 
-    def __init__(self, config: uvicorn.Config, is_over: Callable[[], bool], takes_signals: bool = True) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        is_over: Callable[[], bool],
+        drain_s: float = DRAIN_S,
+        takes_signals: bool = True,
+    ) -> None:
         super().__init__(config)
-        self.is_over, self.takes_signals = is_over, takes_signals
+        self.is_over, self.takes_signals, self.drain_s = is_over, takes_signals, drain_s
         self._asked = -inf  # when a signal came
 
     def capture_signals(self) -> AbstractContextManager[None]:
@@ -57,11 +66,16 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Clients that read nothing are not waited for."""
-        cutting = asyncio.create_task(self._cut_off_unread())
+        cutting = [asyncio.create_task(self._cut_off_unread()), asyncio.create_task(self._cut_off_rest())]
         try:
             await super().shutdown(sockets)
         finally:
-            cutting.cancel()
+            for each in cutting:
+                each.cancel()
+
+    async def _cut_off_rest(self) -> None:
+        await asyncio.sleep(self.drain_s)
+        self.config.app.state.api.admission.cut_off()
 
     async def _cut_off_unread(self) -> None:
         """Closes connections that have bytes to send, of which for `UNREAD_LOOKS` seconds none could be sent."""
@@ -126,7 +140,7 @@ def uvicorn_config(app: FastAPI, log_level: str = "info", drain_s: float = DRAIN
         app,
         log_level=log_level,
         timeout_keep_alive=5,
-        timeout_graceful_shutdown=int(drain_s),
+        timeout_graceful_shutdown=math.ceil(drain_s + TELL_S),
         server_header=False,
         lifespan="on",
     )
@@ -151,7 +165,8 @@ def serve(
     SIGTERM."""
     if until_stdin_closes:
         end_with_stdin()
-    DrainingServer(uvicorn_config(app, log_level, drain_s), is_over, takes_signals).run(sockets=[listening])
+    config = uvicorn_config(app, log_level, drain_s)
+    DrainingServer(config, is_over, drain_s, takes_signals).run(sockets=[listening])
 
 
 def end_with_stdin() -> None:

@@ -29,6 +29,7 @@ BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compar
     ),
     "step": ("minillm.bench.step", "the training step against transformers in a plain loop and under accelerate"),
     "serve": ("minillm.bench.serve", "continuous batching and prefix cache against transformers' generate and manager"),
+    "http": ("minillm.api.bench", "HTTP against the engine alone, and the server against transformers serve"),
     "quantize": ("minillm.bench.quantize", "decoding with weights in 8 and 4 bits against float32 and torchao"),
     "adapters": ("minillm.bench.adapters", "many adapters in one batch against a loop, merged models and peft"),
     "ranks": ("minillm.bench.ranks", "decoding on two ranks against one of them, and against what is predicted"),

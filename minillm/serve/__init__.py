@@ -8,7 +8,8 @@ Reading order:
 2. `schedule/blocks.py`         which sequence holds which block; prefix cache, eviction, copy on write, swapping
 3. `schedule/scheduler.py`      which tokens the next forward pass computes, of which `schedule/sequence.py`, and which
                                 sequence is preempted when blocks run out (`schedule/policies.py`); what it holds
-                                (`schedule/held.py`); among tenants `schedule/fair.py` says who is next
+                                (`schedule/held.py`); of tenants (`schedule/share.py`) `schedule/fair.py` says who is
+                                next, and `schedule/even_steps.py` how long the prompts of one may make others wait
 4. `engine.py`                  add, step, cancel, stream
 5. `requests/request.py`        a `Request`, asked for as in `requests/params.py`, and its `Sample`s: each is a sequence
                                 of 3 whose tokens behind the prompt are the answer; `requests/table.py` holds all

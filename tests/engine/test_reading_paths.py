@@ -51,7 +51,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "serving many adapters": ("adapters", "grouped routed store ../serve/run/adapters", 450),
     "a request over HTTP": ("api", "entry app protocol connection answers limits tenants", 1300),
     "a router": ("api/router", "policies health budget fleet forward app", 950),
-    "fair sharing": ("serve", "schedule/fair schedule/scheduler", 630),
+    "fair sharing": ("serve", "schedule/share schedule/fair schedule/even_steps schedule/scheduler", 730),
     "sampler": ("serve", "sample/reference sample/batch sample/selection", 450),
 }
 

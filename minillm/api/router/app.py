@@ -7,7 +7,7 @@ goes on to the replica. GET /health says that this process lives, /ready that a 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -65,6 +65,7 @@ class OpenForward:
     def __init__(self, router: "Router", tenant: str):
         self.router, self.tenant, self.status, self._ended = router, tenant, "500", False
         self.began = asyncio.get_running_loop().time()
+        self._watching = ExitStack()
         try:
             router.admission.enter(tenant)
         except ApiError as error:
@@ -75,9 +76,14 @@ class OpenForward:
         seconds = asyncio.get_running_loop().time() - self.began
         self.router.metrics.first.labels(self.tenant).observe(seconds)
 
+    def cut_off_with(self, stream: Passing) -> None:
+        """The stream tells its client if the router ends before it."""
+        self._watching.enter_context(self.router.admission.until_cut_off(stream.cut_off))
+
     def end(self) -> None:
         if not self._ended:
             self._ended = True
+            self._watching.close()
             self.router.metrics.requests.labels(self.tenant, self.status).inc()
             self.router.admission.leave(self.tenant)
 
@@ -129,7 +135,8 @@ class Router:
         try:
             body = await body_of(request, self.limits.body_s)
             key = await self._key(opened.tenant, body)
-            answer = await while_connected(request, self._sent_on(asked_by(request, body, key)))
+            sent = self._sent_on(asked_by(request, body, key))
+            answer = await while_connected(request, sent, self.admission)
         except TimeoutError:
             opened.status = "504"
             opened.end()
@@ -145,6 +152,7 @@ class Router:
         if isinstance(answer, Passing):
             opened.first_event()
             opened.status = "200"
+            opened.cut_off_with(answer)
             response = ClosingResponse(answer, opened, self.limits.timeout_s + self.limits.unread_s)
             response.headers.update(answer.headers)
             return response

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import httpx
 
 from minillm.api.answers import event
-from minillm.api.limits import ApiError
+from minillm.api.limits import ApiError, shutting_down
 from minillm.api.router.budget import RetryBudget
 from minillm.api.router.fleet import Fleet, Replica
 from minillm.api.router.metrics import RouterMetrics
@@ -187,6 +187,8 @@ class Passing:
         self.status, self.headers, self.broken = response.status_code, headers, False
         self._forwarder, self._replica, self._response, self._id = forwarder, replica, response, request_id
         self._first, self._events, self._closed = first, events, False
+        self._is_cut_off = False
+        self._waiting: asyncio.Timeout | None = None  # for an event of the replica
 
     def __aiter__(self) -> "Passing":
         return self
@@ -198,14 +200,24 @@ class Passing:
         if self.broken or self._closed:
             raise StopAsyncIteration
         try:
-            async with asyncio.timeout(self._forwarder.silent_s):
+            async with asyncio.timeout(0 if self._is_cut_off else self._forwarder.silent_s) as self._waiting:
                 return await anext(self._events)
         except (httpx.HTTPError, TimeoutError):
             self.broken = True
+            if self._is_cut_off:
+                return event(shutting_down().body(self._id))
             self._replica.observe(False)
             self._forwarder.metrics.lost.inc()
             what = "the replica that wrote this answer was lost: what came so far is not all of it"
             return event(ApiError(502, what, "server_error", code="replica_lost").body(self._id))
+        finally:
+            self._waiting = None
+
+    def cut_off(self) -> None:
+        """The next event is the last: an error, since this router ends."""
+        self._is_cut_off = True
+        if self._waiting is not None:
+            self._waiting.reschedule(0)
 
     async def aclose(self) -> None:
         """Closes the replica's connection, on which it cancels what has not ended."""

@@ -7,79 +7,47 @@ answer, divided by the tenant's weight.
     a place in the batch is free ──▶ the tenant with the smallest counter among those that wait ──▶ its first request
     a tenant comes back          ──▶ its counter is lifted to the smallest of those that wait: idleness is not saved up
     no place is free             ──▶ a tenant that holds fewer than another takes the other's youngest sequence's place
+    a tenant crowds              ──▶ its prompts take no more of a step than keeps the places full (`even_steps.py`)
 
 It is work-conserving: a tenant alone gets everything. Of two tenants that both always wait, the service differs by at
 most 2 · max(PROMPT · longest prompt, ANSWER · tokens that fit the pool), however long it lasts (Section 4). The order
 within a tenant, preemption for want of blocks and everything else are the `Scheduler`'s. Prompt tokens found in the
 cache cost nothing; one that is computed again after a preemption was paid before.
 
-The third line is not the paper's: a counter decides who is next, and whoever is next may still wait until an answer of
-the tenant that filled the batch ends. What a tenant holds is its part of the places or of the blocks, whichever is
-larger, divided by its weight (dominant resource: Ghodsi et al. 2011,
+The third and the fourth line are not the paper's. The third: a counter decides who is next, and whoever is next may
+still wait until an answer of the tenant that filled the batch ends. What a tenant holds is its part of the places or of
+the blocks, whichever is larger, divided by its weight (dominant resource: Ghodsi et al. 2011,
 https://www.usenix.org/conference/nsdi11/dominant-resource-fairness-fair-allocation-multiple-resource-types). A place is
 taken only if the other still holds no less afterwards, so that it cannot take it back, and only from a tenant whose
 counter is at most `ahead` behind: so much sooner may the requests of a burst run, and the bound above grows by it. A
 sequence that gave way keeps its tokens, and its blocks while they are cached.
+
+The fourth: who comes then has a place, and waits for the step that runs and for that of its own prompt. Prompts of a
+tenant that crowds would make both of them long.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from heapq import heappop
 
 from minillm.serve.schedule.blocks import BlockPool
+from minillm.serve.schedule.even_steps import prompt_tokens_needed
 from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Plan, Sequence, State
+from minillm.serve.schedule.share import Share, salt_of
 
 PROMPT, ANSWER = 1, 2  # service of a token: an answer's needs a pass of its own (the paper's weights)
+AHEAD_STEPS = 4  # see `ahead`
+MAY_COME = 4096  # steps after its last request, in which a tenant is expected back
 MOST_REMEMBERED = 1024  # tenants that were not named at the start, if fewer are active
 
 
-@dataclass
-class Share:
-    """What a tenant may have and has had. weight: of its service; 2 gets twice as much. most_running: of its sequences
-    in the batch, None = as many as there are places. counter: weighted service. running: places that it holds.
-    answered, block_seconds: its tokens, and blocks times the seconds it held them (a shared block counts for each of
-    its holders). gave_way: sequences that made room for another tenant's."""
-
-    weight: float = 1.0
-    most_running: int | None = None
-    counter: float = 0.0
-    running: int = 0
-    gave_way: int = 0
-    answered: int = 0
-    block_seconds: float = 0.0
-    queue: list[tuple[tuple, Sequence]] = field(default_factory=list, repr=False)
-
-    @property
-    def head(self) -> Sequence | None:
-        """The first that waits."""
-        while self.queue and self.queue[0][1].state is State.FINISHED:
-            heappop(self.queue)
-        return self.queue[0][1] if self.queue else None
-
-    @property
-    def turn(self) -> tuple:
-        """Smaller is sooner; among equal counters the first to arrive."""
-        return self.counter, self.head.rank
-
-    @property
-    def is_active(self) -> bool:
-        return self.running > 0 or self.head is not None
-
-    def may_run(self, sequence: Sequence) -> bool:
-        return self.most_running is None or self.running + sequence.num_seqs <= self.most_running
-
-
-def salt_of(sequence: Sequence) -> str:
-    """A tenant's requests are those of its salt, which keeps its prefixes to itself, too."""
-    return sequence.request.salt or ""
-
-
 class FairScheduler(Scheduler):
-    """A `Scheduler` that admits by the virtual token counter. shares: by tenant; an unknown one gets weight 1, and is
-    forgotten some time after it has left (`MOST_REMEMBERED`). take_back: False leaves every sequence where it is, as in
-    the paper; ahead: of the service, by which a tenant that takes a place may be ahead, None = the tokens of a step.
-    clock: for block-seconds, 0 at all times without. tenant_of: whose a sequence is.
+    """A `Scheduler` that admits by the virtual token counter.
+
+    shares: by tenant; an unknown one gets weight 1, and is forgotten some time after it has left (`MOST_REMEMBERED`).
+    take_back: False leaves every sequence where it is, and even_steps: False lets prompts fill a step, as in the paper.
+    ahead: of the service, by which a tenant that takes a place may be ahead; None = the tokens of four steps. clock:
+    for block-seconds, 0 at all times without. tenant_of: whose a sequence is.
 
         LLM(model, scheduler=partial(FairScheduler, shares={"ada": Share(weight=2)}))
     """
@@ -90,24 +58,26 @@ class FairScheduler(Scheduler):
         *,
         shares: Mapping[str, Share] | None = None,
         take_back: bool = True,
+        even_steps: bool = True,
         ahead: int | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         tenant_of: Callable[[Sequence], str] = salt_of,
         **options,
     ):
         self.shares, self._given = dict(shares or {}), frozenset(shares or {})
-        self.take_back = take_back
+        self.take_back, self.even_steps = take_back, even_steps
         self._clock, self._tenant_of = clock, tenant_of
         super().__init__(pool, **options)
-        self.ahead = self.token_budget if ahead is None else ahead
+        self.ahead = AHEAD_STEPS * self.token_budget if ahead is None else ahead
 
     def reset(self) -> None:
         super().reset()
         self._paid: dict[Sequence, int] = {}  # tokens of a sequence that are counted, once it was admitted
         self._last_left: Share | None = None  # whose queue was the last to become empty
         self._counted_until = self._clock()
+        self._left = 0.0  # prompt tokens that this step still takes of tenants that crowd
         for share in self.shares.values():
-            share.queue, share.running = [], 0
+            share.queue, share.running, share.crowds = [], 0, False
 
     def share_of(self, sequence: Sequence) -> Share:
         tenant = self._tenant_of(sequence)
@@ -134,6 +104,7 @@ class FairScheduler(Scheduler):
 
     def schedule(self) -> Plan:
         self._count_running()
+        self._left = self._prompt_tokens_left() if self.even_steps else float("inf")
         admitted, preempted = self._take_back() if self.take_back else ([], [])
         plan = super().schedule()
         plan.admitted[:0], plan.preempted[:0] = admitted, preempted
@@ -162,6 +133,7 @@ class FairScheduler(Scheduler):
         if tokens := length - self._paid[sequence]:  # fewer than none if a placeholder was taken back
             self._paid[sequence] = length
             share.answered += tokens
+            share.mix.add(answers=tokens)
             share.counter += ANSWER * tokens / share.weight
         share.block_seconds += _num_held(sequence) * seconds
 
@@ -184,7 +156,7 @@ class FairScheduler(Scheduler):
         return [share for share in self.shares.values() if share.head is not None and share.may_run(share.head)]
 
     def _first_waiting(self) -> Sequence | None:
-        shares = self._may_be_next()
+        shares = [share for share in self._may_be_next() if self._left > 0 or not share.crowds]
         return min(shares, key=lambda share: share.turn).head if shares else None
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -205,8 +177,46 @@ class FairScheduler(Scheduler):
         self.share_of(sequence).running -= sequence.num_seqs
 
     def _prompts_in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
-        """What a step has for prompts goes first to tenants with fewer places."""
-        return sorted(prompts, key=lambda sequence: (share := self.share_of(sequence)).running / share.weight)
+        """First those of tenants that do not crowd, and of these of the one with fewer places."""
+
+        def turn(sequence: Sequence) -> tuple:
+            share = self.share_of(sequence)
+            return share.crowds, share.running / share.weight
+
+        return sorted(prompts, key=turn)
+
+    def _prompt_tokens_left(self) -> float:
+        """Of a step, for tenants that crowd: those that want more than their part of the places, and are not behind
+        others in service, while others may come (`even_steps.py`)."""
+        about: list[Share] = []
+        for tenant, share in self.shares.items():
+            share.crowds = False
+            if share.is_active:
+                share.last_step = self.step + 1
+            if tenant and share.last_step and self.step - share.last_step < MAY_COME:
+                about.append(share)
+        if len(about) < 2:
+            return math.inf
+        weights, places = sum(share.weight for share in about), self.max_num_seqs
+        most = max((share.counter for share in about if share.is_active), default=0.0)
+        for share in about:
+            is_behind = share.counter + self.ahead / share.weight < most
+            wanted = share.running + len(share.queue)
+            share.crowds = not is_behind and wanted * weights > self.max_num_seqs * share.weight
+            places -= 0 if share.crowds else share.running
+        needed = prompt_tokens_needed([share.mix for share in about if share.crowds], places)
+        return max(self.pool.block_size, needed)
+
+    def _give(self, sequence: Sequence, budget: int, plan: Plan) -> int:
+        if sequence.num_uncomputed == 1:
+            return super()._give(sequence, budget, plan)
+        share = self.share_of(sequence)
+        if share.crowds and self._left < budget:
+            budget = max(0, math.ceil(self._left))
+        given = super()._give(sequence, budget, plan)
+        self._left -= given
+        share.mix.add(prompts=given)
+        return given
 
     def _take_back(self) -> tuple[list[Sequence], list[Sequence]]:
         """Before a step is planned: sequences that are admitted because another tenant holds more, and those that made

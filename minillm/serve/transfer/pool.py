@@ -54,8 +54,8 @@ class PrefillAt:
         group = group_of(llm.model)
         if windows := {each.window for each in llm.pool.kinds if each.window is not None}:
             raise ValueError(
-                f"prefill with a sliding window of {windows.pop()} tokens, whose blocks are given back while a prompt is "
-                "computed: leave prefill out."
+                f"prefill with a sliding window of {windows.pop()} tokens, whose blocks are given back while a prompt "
+                "is computed: leave prefill out."
             )
         if group is not None and (here := ranks_here(llm.model)) < group.world_size:
             raise ValueError(

@@ -281,3 +281,23 @@ def test_another_path_may_say_whether_a_replica_is_ready():
         made[0].ready = False  # what its /ready says
         with routed([made[0].url], check_path="/health") as found:
             assert post(found).content.endswith(DONE)
+
+
+def test_metrics_show_a_tenant_its_own_rows_and_the_routers():
+    secrets = {"ada": "secret-of-ada", "alan": "secret-of-alan", "operator": "secret-of-operator"}
+    with replicas(stream(2)) as made, routed([made[0].url], keys=Keys(secrets)) as found:
+        headers = {name: {"authorization": f"Bearer {secret}"} for name, secret in secrets.items()}
+        for name, count in (("ada", 2), ("alan", 1)):
+            assert all(post(found, headers[name]).content.endswith(DONE) for _ in range(count))
+        found.idle()  # what has ended is counted
+        texts = {name: CLIENT.get(f"{found.url}/metrics", headers=headers[name]).text for name in secrets}
+        for name, other, count in (("ada", "alan", 2), ("alan", "ada", 1)):
+            assert other not in texts[name]
+            for row in (
+                f'minillm_router_requests_total{{status="200",tenant="{name}"}} {count}.0',
+                f'minillm_router_ttft_seconds_count{{tenant="{name}"}} {count}.0',
+            ):
+                assert row in texts[name] and row in texts["operator"]
+        router = f'minillm_router_attempts_total{{outcome="200",replica="{made[0].url}"}} 3.0'
+        assert all(router in text for text in texts.values())
+        assert CLIENT.get(f"{found.url}/metrics").status_code == 401
