@@ -10,7 +10,6 @@ from minillm.model import dense
 from minillm.model.attention.tiled import tiled_with_lse
 from minillm.model.attention.tiled_triton import tiled_triton, tiled_triton_with_lse
 
-
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
