@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from course.lab00_start_here import experiments
+from course.shared.ladder import draw_ladder
 from minillm.drawing import bars, headline, subplots
 from minillm.measure import machine
 from minillm.measure.rates import LinkFit
@@ -90,6 +91,11 @@ def draw_crowd(layouts: Sequence[tuple[int, int]], predicted: Sequence[float], m
     axes.set_ylim(top=1.25 * max(*predicted, *measured))
     axes.legend(loc="upper right", ncols=2)
     return figure
+
+
+def ladder() -> Figure:
+    """Bytes per second and size of each memory of an H100, and of what connects it to others."""
+    return draw_ladder("The further away a number is, the slower it comes")
 
 
 # The committed ones: measured anew by `python -m minillm figures`.

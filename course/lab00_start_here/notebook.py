@@ -390,7 +390,14 @@ launch(sum_losses_fixed, 4, batches_of_rank, timeout=10)
 # ## 7 · A network you do not have
 #
 # Inside a node of H100s NVLink carries 450 GB/s each way; between nodes a 400 Gb/s port carries 50 GB/s, and latency is
-# higher, too. To feel that on a laptop, a `Link` paces every message: `send` does not return before latency +
+# higher, too. They are the lower rungs of a ladder that begins in the registers. A thread has few of those, but the
+# registers of all threads together hold more than all shared memory of the card.
+
+# %%
+show(figures.ladder)
+
+# %% [markdown]
+# To feel a network on a laptop, a `Link` paces every message: `send` does not return before latency +
 # bytes/bandwidth have passed since its call. Times measured this way are always labelled *emulated*; they show the
 # shape of a problem, not the speed of any network.
 

@@ -20,10 +20,13 @@ BLOCK = 64
 
 
 def program(name: str) -> Callable[[Tensor], tuple[Tensor, Traced]]:
-    """A new one: x, float16 [rows, width] -> (sums, float32 [rows]; what the launch did)."""
+    """A new one: x, float16 [rows, width] -> (sums, float32 [rows]; what the launch did). ValueError for other dtypes,
+    in which the narrow sum would not be narrow."""
     recorded: dict[tuple[int, ...], Tensor] = {}
 
     def run(x: Tensor) -> tuple[Tensor, Traced]:
+        if x.dtype is not torch.float16 or x.dim() != 2:
+            raise ValueError(f"program(x) takes float16 in [rows, width], not {x.dtype} in {list(x.shape)}")
         x = x.contiguous()
         if name == "D":
             x = recorded.setdefault(tuple(x.shape), x.clone())

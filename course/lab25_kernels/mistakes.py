@@ -46,6 +46,26 @@ wrong(
     },
     says="The ReLU comes before the bias here; it is max(0, x + bias).",
 )
+right(
+    "bias-relu",
+    "in two halves of a tile",
+    {
+        """    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < n
+    shifted = (
+        tl.load(x + place, mask=inside, other=0.0)
+        + tl.load(bias + place % width, mask=inside, other=0.0)  # the same row again and again
+    )
+    tl.store(y + place, tl.maximum(shifted, 0.0), mask=inside)
+""": """    for half in range(2):
+        place = tl.program_id(0) * BLOCK + half * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+        inside = place < n
+        row = tl.load(bias + place % width, mask=inside, other=0.0)
+        shifted = tl.load(x + place, mask=inside, other=0.0) + row
+        tl.store(y + place, tl.maximum(shifted, 0.0), mask=inside)
+"""
+    },
+)
 right("bias-relu", "where instead of maximum", {"tl.maximum(shifted, 0.0)": "tl.where(shifted > 0, shifted, 0.0)"})
 
 LOOP = """    for start in range(0, width, BLOCK):

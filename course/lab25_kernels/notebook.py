@@ -378,9 +378,12 @@ paged_decode = check("paged-decode", paged_decode) if INSTALLED else left_out()
 # ## 5 · What a compiler does
 #
 # `torch.compile` runs your Python once with tensors that only record (Dynamo), which gives a *graph* of operations, and
-# *guards*: everything that it took for constant, such as dtypes, sizes and attributes. The graph is simplified, cut into
-# fused kernels, and written as C++ or Triton (Inductor). Later calls check the guards and run what is there. Where Python
-# needs a value that only the data knows, the graph *breaks*; where a guard fails, it is compiled *again*.
+# *guards*: everything that it took for constant, such as dtypes, sizes and attributes. The graph is simplified: what
+# is constant is computed once, what nobody reads is dropped, what is computed twice is shared. Then it is cut into
+# fused kernels, and each is written as C++ or Triton (Inductor), which also chooses the layout of what lies between
+# them and their order. Types of inputs and results stay as you wrote them, and large products go to the vendor's
+# library. Later calls check the guards and run what is there. Where Python needs a value that only the data knows, the
+# graph *breaks*; where a guard fails, it is compiled *again*.
 
 
 # %%
@@ -570,14 +573,14 @@ receipts.where_it_loses(experiments.losing())
 # |---|---|
 # | a kernel, `@triton.jit` | the same; CUDA C++ where Triton's tiles do not fit; vendor libraries for plain products |
 # | `torch.compile(block)` | `torch.compile(model)`; vLLM 0.13 compiles by default (`--enforce-eager` turns it off) |
-# | recorded sizes 1, 2, 4, 8, 16, 32, 48 ... | vLLM 0.13 `--cudagraph-capture-sizes`, `--max-cudagraph-capture-size`; SGLang 0.5 `--cuda-graph-max-bs` |
+# | recorded sizes 1, 2, 4, 8, 16, 32, 48 ... | vLLM 0.13 `--cudagraph-capture-sizes`, `--max-cudagraph-capture-size`; SGLang `--cuda-graph-max-bs-decode` (`--cuda-graph-max-bs` until June 2026) |
 # | three tile sizes, measured on a GPU | `@triton.autotune`, `torch.compile(mode="max-autotune")` |
 # | `trace.outside` | `compute-sanitizer --tool memcheck` |
 # | `trace.races` | none: `racecheck` sees shared memory only. Run twice and compare bits; look for stores without `tl.atomic_*` |
 #
 # Sources: [vLLM's compilation settings](https://docs.vllm.ai/en/v0.13.0/api/vllm/config/compilation/) and
 # [the change of their flags](https://github.com/vllm-project/vllm/pull/26016),
-# [SGLang's server arguments](https://docs.sglang.ai/advanced_features/server_arguments.html),
+# [SGLang's change of name](https://github.com/sgl-project/sglang/pull/29591),
 # [Compute Sanitizer](https://docs.nvidia.com/compute-sanitizer/ComputeSanitizer).
 #
 # minillm's own kernels are in `minillm/model/elementwise_triton.py` (exercise 5), `minillm/model/paged/triton.py`

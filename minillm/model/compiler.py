@@ -25,7 +25,7 @@ WISHES = (["-march=native", "-fopenmp"], ["-march=native"], [])  # not every com
 def shared_library(source: Path) -> ctypes.CDLL:
     """A C++ file, compiled for this processor; the next process finds it in the cache folder.
 
-    ValueError if there is no compiler or it refuses the file.
+    ValueError if there is no compiler, it refuses the file, or what it makes cannot be kept and loaded anywhere.
     """
     facts = (source.read_text(), str(FLAGS), str(WISHES), _processor())
     name = f"{source.stem}-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:16]}.so"
@@ -37,12 +37,12 @@ def shared_library(source: Path) -> ctypes.CDLL:
                 _compile(source, draft)
         return ctypes.CDLL(str(kept))
     except OSError:  # a folder that cannot be written, or executed from
-        with tempfile.TemporaryDirectory(prefix="minillm-") as folder:
-            _compile(source, made := Path(folder, name))
-            try:
+        try:
+            with tempfile.TemporaryDirectory(prefix="minillm-") as folder:
+                _compile(source, made := Path(folder, name))
                 return ctypes.CDLL(str(made))
-            except OSError as failure:
-                raise ValueError(f"{made} cannot be loaded: {failure}.") from failure
+        except OSError as failure:
+            raise ValueError(f"{source.name} cannot be compiled or loaded: {failure}.") from failure
 
 
 def _compile(source: Path, library: Path) -> None:

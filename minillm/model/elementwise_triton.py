@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minillm.model.elementwise import FUNCTIONS, gated, rotate_both
-from minillm.model.kernels import DTYPES, kernel, tl, triton
+from minillm.model.kernels import has_kernel, kernel, tl, triton
 
 _kernel = kernel("q_head", "q_token", "k_head", "k_token", "rotation_token", "gate_row", "up_row", "width")
 SILU, GELU_TANH = range(2)
@@ -58,11 +58,8 @@ def gated_triton(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tenso
 def _takes(*inputs: Tensor) -> bool:
     """Whether a kernel can compute with them here."""
     first = inputs[0]
-    if triton is None or not (first.is_cuda or triton.knobs.runtime.interpret) or not first.numel():
-        return False
-    if first.dtype not in DTYPES or any(each.dtype != first.dtype for each in inputs):
-        return False
-    return not (torch.is_grad_enabled() and any(each.requires_grad for each in inputs))
+    alike = first.numel() > 0 and all(each.dtype == first.dtype for each in inputs)
+    return alike and has_kernel(first) and not (torch.is_grad_enabled() and any(each.requires_grad for each in inputs))
 
 
 @_kernel

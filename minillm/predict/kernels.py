@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from minillm.predict.model import Shape
+from minillm.predict.roofline import matmul_flops, positive
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,10 @@ def fused(kernels: Iterable[Kernel], kept: float, *, name: str) -> Kernel:
 def tiled_matmul(m: int, k: int, n: int, tile_m: int, tile_n: int, itemsize: int) -> Kernel:
     """[m, k] @ [k, n] in tiles of the result: A is read once for each column of tiles, B once for each row of them
     (every request counted; what a cache holds between programs is saved)."""
-    _positive(m=m, k=k, n=n, tile_m=tile_m, tile_n=tile_n, itemsize=itemsize)
+    positive(tile_m=tile_m, tile_n=tile_n, itemsize=itemsize)
     read = m * k * -(-n // tile_n) + k * n * -(-m // tile_m)
-    return Kernel(f"{m} x {k} x {n} in tiles of {tile_m} x {tile_n}", read * itemsize, m * n * itemsize, 2 * m * k * n)
+    name = f"{m} x {k} x {n} in tiles of {tile_m} x {tile_n}"
+    return Kernel(name, read * itemsize, m * n * itemsize, matmul_flops(m, k, n))
 
 
 def step_seconds(kernels: Iterable[Kernel], bandwidth: float, peak_flops: float, launch_s: float) -> float:
@@ -89,7 +91,7 @@ def step_seconds(kernels: Iterable[Kernel], bandwidth: float, peak_flops: float,
 
 def decode_layer(shape: Shape, batch: int, context: int, itemsize: int = 2, *, fused: bool = False) -> list[Kernel]:
     """A layer's kernels while `batch` sequences bring one token each and read `context` keys. Dense SwiGLU layers."""
-    _positive(batch=batch, context=context, itemsize=itemsize)
+    positive(batch=batch, context=context, itemsize=itemsize)
     hidden, inner = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
 
@@ -120,9 +122,3 @@ def decode_layer(shape: Shape, batch: int, context: int, itemsize: int = 2, *, f
         product("down", inner, hidden),
         residual,
     ]
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if value <= 0:
-            raise ValueError(f"{name} is {value}; give a number above zero")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 def attainable(intensity: float, peak_flops: float, bandwidth: float) -> float:
     """FLOP/s at most: min(peak_flops, bandwidth * intensity) (Williams et al. 2009)."""
-    _positive(peak_flops=peak_flops, bandwidth=bandwidth)
+    positive(peak_flops=peak_flops, bandwidth=bandwidth)
     if intensity < 0:
         raise ValueError(f"intensity is {intensity} FLOP/byte; it cannot be negative")
     return min(peak_flops, bandwidth * intensity)
@@ -24,13 +24,13 @@ def attainable(intensity: float, peak_flops: float, bandwidth: float) -> float:
 
 def ridge_point(peak_flops: float, bandwidth: float) -> float:
     """FLOP/byte at which memory-bound turns compute-bound: peak_flops / bandwidth (Williams et al. 2009)."""
-    _positive(peak_flops=peak_flops, bandwidth=bandwidth)
+    positive(peak_flops=peak_flops, bandwidth=bandwidth)
     return peak_flops / bandwidth
 
 
 def matmul_flops(m: int, k: int, n: int) -> int:
     """FLOPs of [m, k] @ [k, n]: one multiplication and one addition per term, 2mkn."""
-    _positive(m=m, k=k, n=n)
+    positive(m=m, k=k, n=n)
     return 2 * m * k * n
 
 
@@ -39,7 +39,7 @@ def matmul_bytes(m: int, k: int, n: int, itemsize: int) -> int:
 
     (mk + kn + mn) * itemsize: the compulsory traffic of an ideal cache (Williams et al. 2009); real kernels move more.
     """
-    _positive(m=m, k=k, n=n, itemsize=itemsize)
+    positive(m=m, k=k, n=n, itemsize=itemsize)
     return (m * k + k * n + m * n) * itemsize
 
 
@@ -52,7 +52,8 @@ def matmul_intensity(m: int, k: int, n: int, itemsize: int) -> float:
     return matmul_flops(m, k, n) / matmul_bytes(m, k, n, itemsize)
 
 
-def _positive(**values: float) -> None:
+def positive(**values: float) -> None:
+    """ValueError that names the first value which is not above zero."""
     for name, value in values.items():
-        if value <= 0:
+        if not value > 0:
             raise ValueError(f"{name} is {value}; give a number above zero")

@@ -12,6 +12,7 @@ al. 2024, "DistServe", §3.3 (https://arxiv.org/abs/2401.09670); Patel et al. 20
 """
 
 from minillm.predict.model import Shape, kv_bytes_per_token
+from minillm.predict.roofline import positive
 
 
 def handed_bytes(shape: Shape, tokens: int, *, cached: int = 0, itemsize: int = 2, scale_bytes: int = 0) -> int:
@@ -51,14 +52,14 @@ def routes(kv_heads: int, senders: int, receivers: int) -> list[tuple[int, int, 
 def handover_seconds(layers: int, compute_s: float, transfer_s: float) -> float:
     """From the first layer's prefill until the last layer has arrived. compute_s, transfer_s: of all layers, which are
     equal. A layer leaves when it is computed and the one before it has left."""
-    _positive(layers=layers)
+    positive(layers=layers)
     compute, transfer = compute_s / layers, transfer_s / layers
     return compute + (layers - 1) * max(compute, transfer) + transfer
 
 
 def hidden_share(layers: int, compute_s: float, transfer_s: float) -> float:
     """Of the transfer's seconds, those that pass while layers are computed: (L - 1) / L while the link keeps up."""
-    _positive(transfer_s=transfer_s)
+    positive(transfer_s=transfer_s)
     exposed = handover_seconds(layers, compute_s, transfer_s) - compute_s
     return 1 - exposed / transfer_s
 
@@ -68,9 +69,3 @@ def link_where_equal(shape: Shape, tokens: int, recompute_s: float, latency_s: f
     if not 0 <= latency_s < recompute_s:
         raise ValueError(f"latency_s {latency_s} must lie in 0 .. {recompute_s}, the seconds of computing again.")
     return handed_bytes(shape, tokens, itemsize=itemsize) / (recompute_s - latency_s)
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name} {value} must be above 0.")

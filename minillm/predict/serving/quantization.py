@@ -16,17 +16,19 @@ are small beside the spread of the weights. Speed: the roofline (`predict.roofli
 import math
 from collections.abc import Sequence
 
+from minillm.predict.roofline import positive
+
 
 def bits_per_weight(bits: int, group: int, *, scale_bits: float = 16, zero_bits: float = 0) -> float:
     """Bits of a weight with its share of its group's scale and zero point. group: weights that share a scale; with one
     scale per output, all of its inputs. NF4 with double quantization: scale_bits 8 + 32 / 256."""
-    _positive(bits=bits, group=group)
+    positive(bits=bits, group=group)
     return bits + (scale_bits + zero_bits) / group
 
 
 def mean_squared_error(step: float) -> float:
     """Mean squared error of rounding to a multiple of `step`: Δ² / 12."""
-    _positive(step=step)
+    positive(step=step)
     return step * step / 12
 
 
@@ -51,7 +53,7 @@ def gptq_output_error(step: float, pivots: Sequence[float]) -> float:
 def decode_seconds(weights: float, batch: int, bits: float, flops: float, bandwidth: float) -> float:
     """Lower bound in seconds of one decode step of `batch` sequences. weights: how many; flops: FLOP/s; bandwidth:
     bytes/s of memory."""
-    _positive(weights=weights, batch=batch, bits=bits, flops=flops, bandwidth=bandwidth)
+    positive(weights=weights, batch=batch, bits=bits, flops=flops, bandwidth=bandwidth)
     return max(weights * bits / 8 / bandwidth, 2 * batch * weights / flops)
 
 
@@ -62,7 +64,7 @@ def speedup(batch: int, bits: float, bits_before: float, flops: float, bandwidth
 
 def batch_of_full_speedup(bits: float, flops: float, bandwidth: float) -> float:
     """The largest batch at which quantized weights are memory-bound, so that the speedup is the ratio of the bits."""
-    _positive(bits=bits, flops=flops, bandwidth=bandwidth)
+    positive(bits=bits, flops=flops, bandwidth=bandwidth)
     return bits / 16 * flops / bandwidth
 
 
@@ -87,11 +89,5 @@ def low_rank_error(singular_values: Sequence[float], rank: int) -> float:
 
 def low_rank_saves(outputs: int, inputs: int) -> int:
     """The largest rank whose two factors, [out, r] and [r, in], hold fewer numbers than the matrix."""
-    _positive(outputs=outputs, inputs=inputs)
+    positive(outputs=outputs, inputs=inputs)
     return (outputs * inputs - 1) // (outputs + inputs)
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name} {value} must be above 0.")

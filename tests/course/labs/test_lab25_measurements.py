@@ -1,16 +1,18 @@
 """Lab 25's numbers agree: what its text says with the formulas, and what it measures with what it says it measures."""
 
 import re
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
-from course.kit import course, masters
+from course.kit import checks, course, exercises, masters
 from course.kit.answers import answers_of
 from course.lab25_kernels import experiments, formulas, launches, receipts
 from course.lab25_kernels import experiments_breaks as breaks
 from course.lab25_kernels.experiments_recorded import Recorded, Toy
+from course.lab25_kernels.tried import Case
 from course.shared.kernels import INSTALLED
 from minillm.predict import kernels
 
@@ -80,6 +82,28 @@ def test_bugs_hide_on_some_inputs_and_show_on_others():
         assert not seen.outside and not seen.races, name  # one tile a row: no tail, and no second program
     ones = torch.ones(1, 4099).half()
     assert [float(breaks.program(name)(ones)[0]) == 4099 for name in "BEF"] == [True, False, True]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
+@pytest.mark.parametrize(
+    "exercise", ["bias-relu", "softmax-rows", "norm-kernels", "matmul-tiles", "between-products", "paged-decode"]
+)
+def test_the_lab_s_kernels_agree_with_float64_in_100_cases(exercise, monkeypatch):
+    """Each launch of a check is a case: sizes, strides and dtypes are drawn anew, surroundings are not numbers, and the
+    bytes of each tensor are counted."""
+    known, cases, launch = exercises.find(exercise), Counter(), Case.launch
+
+    def counted(self, kernel, *arguments, **constants):
+        cases[kernel.__name__] += 1
+        return launch(self, kernel, *arguments, **constants)
+
+    monkeypatch.setattr(Case, "launch", counted)
+    for seed in range(100):
+        assert (outcome := checks.verify(known, known.reference, seed)).status == "passed", outcome
+        if min(cases.values()) >= 100:
+            break
+    assert min(cases.values()) >= 100 and len(cases) == (2 if isinstance(known.reference, tuple) else 1)
 
 
 def test_graphs_are_counted():

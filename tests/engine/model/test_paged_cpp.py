@@ -1,6 +1,10 @@
 """The C++ kernel for single queries: in float32 against float64, across sizes, threads and steps, and without one."""
 
+import contextlib
 import ctypes
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,11 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_paged import scattered
+from test_paged_quantized import pool_of
 
+from minillm.cli.doctor import decode_kernel
 from minillm.model import ModelConfig, Transformer, compiler
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block, cpp, default_backend, gathered, paged_attention
 from minillm.model.paged.cpp import FEW, CppDecode, cpp_decode
+from minillm.quantize.kv import KV_FORMATS
 from minillm.serve import LLM, SamplingParams
 
 needs_compiler = pytest.mark.skipif(bool(cpp.missing()), reason=cpp.missing())
@@ -106,6 +113,7 @@ HOW = {  # what moves blocks or puts several tokens of a sequence into a step
     "replayed": {"graphs": True},
     "asynchronous": {"async_scheduling": True},
     "in 8 bits": {"kv_dtype": "int8"},
+    "in 8 bits with an exponent": {"kv_dtype": "fp8"},
 }
 
 
@@ -123,17 +131,25 @@ def test_the_engine_s_tokens_are_those_of_gathered(how, window):
     llm = LLM(model, **options)
     assert llm.backend is cpp_decode
     assert sampled_by(llm, prompts, params) == expected
-    if how != "in 8 bits":
+    if "kv_dtype" not in options:
         assert [ids for [ids] in expected[:3]] == [list(generate(model, prompt, 12)) for prompt in prompts[:3]]
 
 
-@needs_compiler
-@pytest.mark.parametrize("options", [{"soft_cap": 0.5}, {}], ids=["capped", "as a strided pool"])
-def test_what_the_kernel_does_not_take_is_gathered(options, monkeypatch):
-    parts, pools, tables = scattered(1, [(1, 9), (1, 4)], 4, 2, 4)
-    if not options:
-        pools = [torch.stack((pool, pool), dim=-1)[..., 0] for pool in pools]
-    q, lens = torch.cat([part[0] for part in parts]), ([1, 1], [9, 4])
+NOT_TAKEN = {  # what is done to the pools, the dtype of the queries, options
+    "capped": (lambda pool: pool, torch.float64, {"soft_cap": 0.5}),
+    "a strided pool": (lambda pool: torch.stack((pool, pool), dim=-1)[..., 0], torch.float64, {}),
+    "bfloat16": (torch.Tensor.bfloat16, torch.bfloat16, {}),
+    "float16": (torch.Tensor.half, torch.float16, {}),
+    "int8": (lambda pool: pool_of(pool.nan_to_num(0.0), KV_FORMATS["int8"]), torch.float32, {}),
+    "fp8": (lambda pool: pool_of(pool.nan_to_num(0.0), KV_FORMATS["fp8"]), torch.float32, {}),
+}
+
+
+@pytest.mark.parametrize("what", NOT_TAKEN)
+def test_what_the_kernel_does_not_take_is_gathered(what, monkeypatch):
+    change, dtype, options = NOT_TAKEN[what]
+    parts, pools, tables = scattered(1, [(1, 9), (3, 4)], 4, 2, 4)
+    q, lens, pools = torch.cat([part[0] for part in parts]).to(dtype), ([1, 3], [9, 4]), [change(p) for p in pools]
     expected = paged_attention(q, *pools, tables, *lens, **options)
     monkeypatch.setattr(cpp, "_library", lambda: pytest.fail("the kernel was asked for"))
     assert torch.equal(paged_attention(q, *pools, tables, *lens, **options, backend=cpp_decode), expected)
@@ -181,6 +197,56 @@ def test_a_library_is_compiled_once_and_kept(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"cannot compile twice\.cpp: "):
         compiler.shared_library(source)
     assert [path.name for path in kept.parent.iterdir()] == [kept.name]  # no draft is left
+
+
+@pytest.mark.full
+@needs_compiler
+def test_processes_that_compile_at_the_same_time_keep_one_library(tmp_path):
+    source = tmp_path / "seven.cpp"
+    source.write_text('extern "C" int seven() { return 7; }')
+    script = (
+        "import pathlib, sys\nfrom minillm.model.compiler import shared_library\nprint('ready', flush=True)\ninput()\n"
+        "print(shared_library(pathlib.Path(sys.argv[1])).seven())"
+    )
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", script, str(source)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with contextlib.ExitStack() as stack:
+        started = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]
+        assert [process.stdout.readline() for process in started] == ["ready\n"] * 2
+        for process in started:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert [process.communicate(timeout=120)[0] for process in started] == ["7\n"] * 2
+    [kept] = (tmp_path / "cache" / "minillm" / "compiled").iterdir()
+    assert kept.name.startswith("seven-") and kept.suffix == ".so"
+
+
+@needs_compiler
+def test_a_kept_library_that_is_damaged_is_not_loaded(monkeypatch, tmp_path):
+    source = tmp_path / "five.cpp"
+    source.write_text('extern "C" int five() { return 5; }')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiler.shared_library(source)
+    [kept] = (tmp_path / "cache" / "minillm" / "compiled").iterdir()
+    kept.unlink()  # the file that this process has loaded stays as it is
+    kept.write_bytes(b"damaged")
+    assert compiler.shared_library(source).five() == 5
+
+
+def test_a_compiler_that_does_not_start_is_no_compiler(monkeypatch, tmp_path):
+    broken = tmp_path / "c++"
+    broken.write_bytes(b"\x7fELF of another machine")
+    broken.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "COMPILERS", (str(broken),))
+    cpp._library.cache_clear()
+    try:
+        assert "decode.cpp cannot be compiled or loaded" in cpp.missing()
+        assert default_backend("cpu") is gathered
+        assert cpp.missing() in decode_kernel().found
+    finally:
+        cpp._library.cache_clear()
 
 
 @needs_compiler

@@ -1,5 +1,6 @@
 """The sampler's kernel in Triton's interpreter, against the reference row by row. Run by test_rows_triton.py."""
 
+import random
 from math import inf
 
 import pytest
@@ -43,6 +44,25 @@ def test_tokens_are_the_reference_s(vocab_size, spread, monkeypatch):
         logits, sampling_inputs([(each, [], draw) for each, draw in zip(params, draws, strict=True)])
     )
     right = [sample(row, each, [], Draw(seed)) for seed, (row, each) in enumerate(zip(logits, params, strict=True))]
+    assert found.read() == right and found.resampled == []
+
+
+def test_drawn_rows():
+    """100 of them, each with settings of its own, in one launch."""
+    draw = random.Random(0)
+    params = [
+        SamplingParams(
+            temperature=draw.uniform(0.3, 2.0),
+            top_k=draw.choice([None, draw.randint(1, 300)]),
+            top_p=draw.choice([1.0, draw.uniform(0.01, 1.0)]),
+            min_p=draw.choice([0.0, draw.uniform(0.0, 0.5)]),
+        )
+        for _ in range(100)
+    ]
+    logits = 3 * torch.randn(len(params), 257, generator=torch.Generator().manual_seed(0))
+    draws = [Draw(row) for row in range(len(params))]
+    found = sample_on_device(logits, sampling_inputs([(p, [], each) for p, each in zip(params, draws, strict=True)]))
+    right = [sample(row, p, [], Draw(seed)) for seed, (row, p) in enumerate(zip(logits, params, strict=True))]
     assert found.read() == right and found.resampled == []
 
 
