@@ -6,8 +6,8 @@
 
 Operations are launched from the calling thread, in program order, and no other thread ever touches them: ranks that
 launch the same operations in the same order cannot cross. `wait` orders the current stream after an operation; the host
-goes on. The flight recorder shows an operation as launched until this rank sees that it is done: when it waits, asks
-or launches the next one. Nothing here synchronises with the device, so a CUDA graph can capture it.
+goes on. The flight recorder shows an operation as launched until this rank sees that it is done, when it waits or
+asks, or until it launches the next one. Nothing here synchronises with the device, so a CUDA graph can capture it.
 
 A backend moves its bytes out of sight, so the ledger gets what the ring algorithm would send, marked as not counted.
 """
@@ -65,7 +65,8 @@ class NativeBackend:
     def all_gather(self, operation: Operation, x: torch.Tensor, out: torch.Tensor | None, async_op: bool) -> Any:
         with operation:
             self._begin(operation)
-            out = checked_output(gather_output(x, self.world_size, out), x, self.world_size * x.numel())
+            numel = self.world_size * x.numel()
+            out = gather_output(x, self.world_size, None) if out is None else checked_output(out, x, numel)
             operation.record_ring_bytes((self.world_size - 1) * x.nbytes)
             dense = x.detach().contiguous()
             handle = all_gather_single(out.detach().flatten(), dense.flatten(), self.process_group, async_op=True)
@@ -143,10 +144,7 @@ class NativeBackend:
     # Before and after the launch of an operation.
 
     def _begin(self, operation: Operation) -> None:
-        if operation.depth > 1:
-            return
-        self.retire_finished()
-        if operation.event is not None and self._on_gpu and not self._capturing():
+        if operation.event is not None and operation.depth == 1 and self._on_gpu and not self._capturing():
             operation.begin = moment()
 
     def _launch(

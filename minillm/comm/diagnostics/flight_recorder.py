@@ -100,7 +100,7 @@ class FlightRecorder:
     def clear(self, rank: int, ordinal: int, sequence: int | None = None) -> None:
         """Say that `rank`'s latest operation in this group is over, if it is number `sequence`; None: any."""
         at, shared = self._record(rank, ordinal), self._map
-        found, latest, since, _, length = _RECORD.unpack(shared[at : at + _RECORD.size])
+        found, latest, since, _, length = _RECORD.unpack_from(shared, at)
         if found == ordinal and sequence in (None, latest):  # else a later one, or another group's, is in its place
             shared[at : at + _RECORD.size] = _RECORD.pack(ordinal, latest, since, DONE, length)
         sign = self._slots[rank] + 8
@@ -110,7 +110,8 @@ class FlightRecorder:
         self, ranks: Sequence[int], ordinal: int, sequence: int, text: bytes
     ) -> tuple[int, RecordedOperation] | None:
         """The first of `ranks` that has posted another text for this operation of this group, and what it posted."""
-        key, shared, place = _KEY.pack(ordinal, sequence), self._map, self._place_in_slot(ordinal)
+        key, shared = _KEY.pack(ordinal, sequence), self._map
+        place = HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
         for rank in ranks:
             at = self._slots[rank] + place
             posted = shared[at : at + _RECORD.size + len(text)]
@@ -159,13 +160,13 @@ class FlightRecorder:
         self._map[at : at + len(data)] = data
 
     def _get(self, at: int, layout: struct.Struct) -> tuple:
-        return layout.unpack(self._map[at : at + layout.size])
+        return layout.unpack_from(self._map, at)
 
     def _entry(self, at: int, layout: struct.Struct) -> tuple[tuple, bytes]:
         """Header and text of a record or note; the header's number is -1 where it is being rewritten."""
-        header = self._get(at, layout)
+        header = layout.unpack_from(self._map, at)
         text = self._map[at + layout.size : at + layout.size + header[-1]]
-        same = self._get(at, layout)[:2] == header[:2]
+        same = layout.unpack_from(self._map, at)[:2] == header[:2]
         return (header if same else (header[0], -1, *header[2:])), text
 
     def _note(self, rank: int, peer: int, sending: bool) -> int:
@@ -173,11 +174,7 @@ class FlightRecorder:
         return self._slots[rank] + HEADER_BYTES + RECORDS * RECORD_BYTES + place * NOTE_BYTES
 
     def _record(self, rank: int, ordinal: int) -> int:
-        return self._slots[rank] + self._place_in_slot(ordinal)
-
-    @staticmethod
-    def _place_in_slot(ordinal: int) -> int:
-        return HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
+        return self._slots[rank] + HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
 
 
 def _reserve(file: int, size: int, folder: Path) -> None:

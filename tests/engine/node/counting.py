@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = Path(__file__).parent
-_OF_THE_NODE = ("counting", "memory", "races", "streams", "node", "lies", "process_group", "launching")
+_OF_THE_NODE = ("counting", "memory", "races", "streams", "graphs", "node", "lies", "process_group", "launching")
 _OURS = {str(_HERE / f"{name}.py") for name in _OF_THE_NODE} | {str(_HERE.parent / "comm" / "nccl_like.py")}
 # Reads of values by the host: on a GPU each of them waits for all that its stream has queued.
 HOST_READS = {
@@ -80,8 +80,10 @@ class Wait:
 
 @dataclass
 class Call:
-    """One aten operation. reads, writes: tensors it takes; outputs: those it returns; is_view: it touches no value."""
+    """One aten operation, `func`. reads, writes: tensors it takes; outputs: those it returns; is_view: it touches no
+    value."""
 
+    func: Any
     name: str
     args: tuple
     kwargs: dict[str, Any]
@@ -194,7 +196,7 @@ def _call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
     writes: list[torch.Tensor] = []
     for key, value in (*zip(names, args, strict=False), *kwargs.items()):
         (writes if key in written else reads).extend(tensors_in(value))
-    return Call(name, args, kwargs, reads, writes, is_view)
+    return Call(func, name, args, kwargs, reads, writes, is_view)
 
 
 def _host_read(call: Call) -> str | None:

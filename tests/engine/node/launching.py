@@ -21,28 +21,30 @@ from tests.engine.node.process_group import NodeGroup
 class OnNode:
     """A program for `launch`. A rank is on the node as soon as it has unpickled this, before it looks for its device.
 
+    makes_on_gpu: tensors that the program makes without `device=` are on its GPU, as after torch.set_default_device.
     how: of `Node`."""
 
-    def __init__(self, program: Callable, how: dict[str, Any]) -> None:
-        self.program, self.how = program, how
+    def __init__(self, program: Callable, makes_on_gpu: bool, how: dict[str, Any]) -> None:
+        self.program, self.makes_on_gpu, self.how = program, makes_on_gpu, how
 
     def __call__(self, group: Any, *args: Any) -> Any:
         raise ValueError("a program on a node runs in ranks of `launch`")
 
     def __reduce__(self) -> tuple:
-        return _arrive, (self.how, self.program)
+        return _arrive, (self.how, self.makes_on_gpu, self.program)
 
 
-def on_node(program: Callable, **how: Any) -> OnNode:
-    return OnNode(program, how)
+def on_node(program: Callable, makes_on_gpu: bool = False, **how: Any) -> OnNode:
+    return OnNode(program, makes_on_gpu, how)
 
 
-def _arrive(how: dict[str, Any], program: Callable) -> Callable:
+def _arrive(how: dict[str, Any], makes_on_gpu: bool, program: Callable) -> Callable:
     stack = contextlib.ExitStack()
     node = stack.enter_context(pretend_node(**how))
     node.stack = stack  # as long as the process lives
 
     def run(group: Any, *args: Any) -> Any:
+        node.makes_on = group.device if makes_on_gpu else None
         result = program(group, *args)
         check_all(node)
         return result
@@ -94,7 +96,7 @@ NodeGroup.stuck = _stuck_in
 def all_launches_on_a_node(force: bool = True, **how: Any) -> Iterator[None]:
     """Inside, whatever this process launches runs on a node: for programs that call `launch` themselves.
 
-    force: on its GPUs, whatever device the program asks for."""
+    force: on its GPUs, whatever device the program asks for. how: of `on_node`."""
     plain = worker.Job
 
     def job(function: Callable, *args: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils._device
 
-from tests.engine.node import process_group, streams
+from tests.engine.node import graphs, process_group, streams
 
 if TYPE_CHECKING:
     from tests.engine.node.node import Node
@@ -51,6 +51,7 @@ def tell(node: "Node") -> Undo:
     _cuda(node, undo)
     _threads(node, undo)
     process_group.tell(node, undo)
+    graphs.tell(node, undo)
     return undo
 
 
@@ -113,6 +114,8 @@ def _moves(node: "Node", undo: Undo) -> None:
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         if node.device_of(self) is not None:
             raise RuntimeError(f"cannot pin a tensor on {self.device}: only dense CPU tensors can be pinned")
+        if node.races.capture is not None:
+            node.races.capture.refuse("pin_memory")
         copy = self.clone()
         node.pinned(copy)
         return copy
@@ -165,12 +168,14 @@ def _factories(node: "Node", undo: Undo) -> None:
 
     true_tensor = torch.tensor
 
-    def telling(name: str, plain: Callable) -> Callable:
+    def telling(name: str, plain: Callable, is_constructor: bool = False) -> Callable:
         @functools.wraps(plain)
         def make(*args: Any, **kwargs: Any) -> Any:
             device, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
             if name == "tensor" and device is None and isinstance(args[0], torch.Tensor):  # x.new_tensor(values)
                 device = args[0].device if plain is not true_tensor else None
+            if device is None and is_constructor and node.makes_on is not None and torch.get_default_device() == HOST:
+                device = node.makes_on
             node.mine.in_factory += 1
             try:
                 return place(device, pinned, *args, **kwargs)
@@ -198,9 +203,10 @@ def _factories(node: "Node", undo: Undo) -> None:
         return make
 
     like = [torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like]
-    for plain in [*torch.utils._device._device_constructors(), *like, torch.randint_like]:
+    constructors = torch.utils._device._device_constructors()
+    for plain in [*constructors, *like, torch.randint_like]:
         if getattr(torch, plain.__name__, None) is plain:
-            undo.set(torch, plain.__name__, telling(plain.__name__, plain))
+            undo.set(torch, plain.__name__, telling(plain.__name__, plain, plain in constructors))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"):
         undo.set(torch.Tensor, name, telling(name.removeprefix("new_"), getattr(torch.Tensor, name)))
 
@@ -251,7 +257,6 @@ def _cuda(node: "Node", undo: Undo) -> None:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
-        "is_current_stream_capturing": lambda: False,
         "device_count": lambda: node.count,
         "current_device": lambda: node.index,
         "set_device": node.set_device,
@@ -273,8 +278,8 @@ def _cuda(node: "Node", undo: Undo) -> None:
         "empty_cache": lambda: None,
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-        "manual_seed": torch.manual_seed,
-        "manual_seed_all": torch.manual_seed,
+        "manual_seed": torch.default_generator.manual_seed,  # GPUs draw from the host's generator
+        "manual_seed_all": torch.default_generator.manual_seed,
         "_lazy_init": lambda: None,
     }
     for name, value in told.items():

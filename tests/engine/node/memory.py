@@ -7,6 +7,7 @@ that other streams do with the block, or if `record_stream` has told the allocat
 """
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,10 @@ class Memory:
         self._freed: dict[int, list[Allocation]] = {}
         self.alive: dict[torch.device, int] = {}
         self.peak: dict[torch.device, int] = {}
+
+    def allocations(self) -> Iterable[Allocation]:
+        """Of memory that is alive."""
+        return self._of.values()
 
     def of(self, x: torch.Tensor) -> Allocation | None:
         """None for memory of the host that nothing is known about, and for tensors without memory."""

@@ -8,6 +8,7 @@ Tensors lie in the CPU's memory, so numbers come out as on the CPU. What makes i
     lies.py           tensors say that they are on cuda:i, and `torch.cuda` that it has eight devices
     counting.py       every aten operation passes a dispatch mode: launches and host waits are counted there
     streams.py        streams and events keep clocks; races.py finds accesses that these do not order
+    graphs.py         CUDA graphs: a capture writes operations down, a replay carries them out
     memory.py         a freed block is the next allocation's of its stream
     process_group.py  the process group "nccl": a stream and a worker thread for each communicator
 
@@ -17,7 +18,7 @@ of the host that changes under a copy, or is read before it is there; a collecti
 used in orders that cannot all be kept (`order.py`); buffers that the backend keeps behind their wait (`check_buffers`).
 
 Not seen: operations inside C++ (a composite CUDA kernel that waits by itself, such as `sort` in some versions), memory
-read past torch (`data_ptr`, ctypes), what a dtype or an alignment costs, the real duration of anything, CUDA graphs,
+read past torch (`data_ptr`, ctypes), what a dtype or an alignment costs, the real duration of anything,
 and gradients that go back over `.to(device)` from a GPU to the host. Triton's kernels run in its interpreter only:
 without it, an engine's rotation, gate and sampler compute with torch, as they do where triton is not installed.
 """
@@ -36,6 +37,7 @@ from minillm.model.kernels import triton
 from minillm.serve.sample import rows_triton
 from tests.engine.node import lies, streams
 from tests.engine.node.counting import COPIES, Call, Counting, Site, Watch, site
+from tests.engine.node.graphs import Capture
 from tests.engine.node.memory import Allocation, Memory
 from tests.engine.node.order import Entry
 from tests.engine.node.races import Access, NodeError, Races, Span, span_of
@@ -85,6 +87,7 @@ class Node(Devices, Watch):
         self.mine = ThreadState()
         self.process_groups: list[Any] = []
         self.launched: list[Entry] = []
+        self.makes_on: torch.device | None = None  # what is made without `device=`, as by torch.set_default_device
         self.stack: Any = None  # what takes the node away again, in a rank
         self._copies: list[HostCopy] = []
         self._allowed: tuple[str, ...] | None = None
@@ -114,6 +117,12 @@ class Node(Devices, Watch):
         finally:
             self.counting.paused = before
 
+    @property
+    def capture(self) -> Capture | None:
+        """What this thread's operations are recorded in."""
+        capture = self.races.capture
+        return capture if capture is not None and capture.is_here else None
+
     # Devices of tensors.
 
     def device_of(self, x: torch.Tensor) -> torch.device | None:
@@ -127,12 +136,16 @@ class Node(Devices, Watch):
         if name and (span := span_of(allocation, x)):
             self.races.launch(stream, name, (), [span])
             self.counting.launches[name] += 1
+        if self.capture is not None:
+            self.capture.made(x)
         return x
 
     # `Watch`: called around each operation.
 
     def before(self, call: Call) -> None:
         self._fill(*call.reads, *call.writes)
+        if self.capture is not None:
+            self.capture.before(call)
         for x in call.writes if not call.is_view else ():
             self._check_host_write(x, call)
         if call.name in COPIES:
@@ -156,7 +169,13 @@ class Node(Devices, Watch):
     def after(self, call: Call, device: torch.device | None) -> None:
         if call.name in COPIES:
             self._copy(call)
-            return
+        else:
+            self._launched(call, device)
+        if self.capture is not None and any(self.device_of(x) for x in (*call.reads, *call.writes, *call.outputs)):
+            self.capture.add(call)
+
+    def _launched(self, call: Call, device: torch.device | None) -> None:
+        """Any operation but a copy."""
         if device is None:
             if not (call.reads or call.writes or self.mine.in_factory):
                 for x in call.outputs:
@@ -171,6 +190,8 @@ class Node(Devices, Watch):
             self.races.launch(stream, call.name, reads, outputs)
 
     def host_waits(self, kind: str, device: torch.device, at: Site) -> None:
+        if self.capture is not None:
+            self.capture.refuse(f"the host waits for {device}: {kind}")
         self.current_stream(device).reach()
         if self._allowed is not None and not at.is_within(self._allowed):
             raise NodeError(f"the host waits for {device}: {kind} at {at}")
@@ -258,7 +279,7 @@ class Node(Devices, Watch):
             self.counting.wait(f"blocking copy {way}", device)
         elif allocation is None or not allocation.pinned:
             self.counting.wait(f"copy {way} of pageable memory, which non_blocking does not help", device)
-        else:
+        elif self.capture is None:
             with self.aside():
                 self._copies.append(HostCopy(access, host.detach(), to_host))
                 if to_host:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,13 +156,25 @@ class NodeGroup(NcclLike):
                     f"{node.device(None)}"
                 )
         self.check_thread(text)
+        messages = self._messages
+        if node.capture is not None:
+            node.capture.collective(partial(self._again, stream, text, run, messages), inputs, outputs)
         work = NodeWork(self, text, inputs, outputs, run)
-        node.launched.append(Entry(self.label, self.members, text, str(work.at), *self._messages))
+        if node.capture is None:
+            node.launched.append(Entry(self.label, self.members, text, str(work.at), *messages))
         self.works = [*(each for each in self.works if not (each.waited and each.is_completed())), work]
         stream.add(work)
         self.recent.append(work.use)
         kept = (inputs, outputs) if node.keeps_tensors else ([], [])
         return Handle(work, *kept)
+
+    def _again(self, stream: nccl_like.Stream, text: str, run: Callable, messages: Any, *tensors: Any) -> Work:
+        """Launch it as a graph does that has captured it."""
+        before, self._messages = self._messages, messages
+        try:
+            return self._launch(stream, text, *tensors, run)
+        finally:
+            self._messages = before
 
     def batch(self, ops: Sequence[dist.P2POp]) -> list[Work]:
         peers = {

@@ -15,6 +15,7 @@ import torch.cuda._sanitizer as csan
 from tests.engine.node.counting import Site, site
 
 if TYPE_CHECKING:
+    from tests.engine.node.graphs import Capture
     from tests.engine.node.memory import Allocation
 
 
@@ -35,11 +36,12 @@ Span = tuple["Allocation", int, int]  # first byte, and the one behind the last
 
 
 class Races(csan.EventHandler):
-    """launch: a kernel starts on a stream. The rest of EventHandler keeps the clocks."""
+    """launch: a kernel starts on a stream; in a capture it does not. The rest of EventHandler keeps the clocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[int, str] = {}
+        self.capture: Capture | None = None  # of a CUDA graph, while one is recorded
 
     def name(self, stream: int) -> str:
         return self.names.get(stream, f"stream {stream}")
@@ -54,6 +56,9 @@ class Races(csan.EventHandler):
 
     def launch(self, stream: int, operator: str, reads: Iterable[Span], writes: Iterable[Span]) -> Access:
         """NodeError for a race with an earlier kernel. Returns the access that stands for this kernel."""
+        if self.capture is not None and self.capture.is_here:
+            self.capture.kernel(stream, operator)
+            return Access(stream, self.seq_num, operator, site(), writes=False)
         self.seq_num += 1
         self.syncs.update_seq_num(stream, self.seq_num)
         at = site()

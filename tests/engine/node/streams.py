@@ -45,11 +45,12 @@ class Stream:
         return event
 
     def query(self) -> bool:
+        _refuse_in_capture("Stream.query")
         self._asked += 1
         return self._asked > NODE.lag
 
     def is_capturing(self) -> bool:
-        return False
+        return NODE.races.capture is not None and NODE.races.capture.mark(self.stream_id) is not None
 
     def synchronize(self) -> None:
         NODE.counting.wait("Stream.synchronize", self.device)
@@ -80,17 +81,24 @@ class Event:
         self._at: float | None = None
         self._device = NODE.device(None)
         self._asked, self._is_reached = 0, False
+        self._mark: tuple[int, int] | None = None  # if it was recorded while its stream was captured
         NODE.races._handle_event_creation(self._id)
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or NODE.current_stream()
         self._at, self._device, self._asked, self._is_reached = time.monotonic(), stream.device, 0, False
+        capture = NODE.races.capture
+        self._mark = None if capture is None else capture.mark(stream.stream_id)
         NODE.races._handle_event_record(self._id, stream.stream_id)
 
     def wait(self, stream: Stream | None = None) -> None:
-        NODE.races._handle_event_wait(self._id, (stream or NODE.current_stream()).stream_id)
+        stream = stream or NODE.current_stream()
+        if NODE.races.capture is not None:
+            NODE.races.capture.wait(stream.stream_id, self._mark)
+        NODE.races._handle_event_wait(self._id, stream.stream_id)
 
     def query(self) -> bool:
+        _refuse_in_capture("Event.query")
         self._asked += 1
         return self._at is None or self._is_reached or self._asked > NODE.lag
 
@@ -105,6 +113,11 @@ class Event:
         if not (self._enable_timing and later._enable_timing):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         return 1e3 * (later._at - self._at)
+
+
+def _refuse_in_capture(what: str) -> None:
+    if NODE.races.capture is not None:
+        NODE.races.capture.refuse(what)
 
 
 class Devices:
