@@ -12,6 +12,7 @@ from typing import Any
 from course.kit.answers import answers_of
 from course.kit.receipts import Receipt, formula, receipt, row
 from course.lab01_collectives import experiments
+from course.shared.table import Table, table
 from minillm.comm import launch
 from minillm.predict import comms
 
@@ -29,7 +30,8 @@ def bytes_moved(moved: dict[str, Any] | None = None, guess_mb: float | None = No
         name, predicted = f"{line['name']}: busiest rank, ledger", line["busiest_predicted"]
         rows.append(row(name, predicted, line["busiest_ledger"], "B", guess=guess))
         rows.append(row("    all ranks, wire", line["predicted"], line["wire"], "B", tolerance=0.03, noisy=True))
-    return receipt(f"P = {moved['payload_bytes']:,} bytes on {moved['world_size']} ranks", rows, show="busiest rank")
+    title = f"P = {moved['payload_bytes']:,} bytes on {moved['world_size']} ranks"
+    return receipt(title, rows, open_rows=2, show="parameter server: busiest")
 
 
 def same_bits(same: bool | None = None, error: float | None = None) -> Receipt:
@@ -73,7 +75,7 @@ def crossovers(loopback: dict[str, Any], emulated: dict[str, Any]) -> Receipt:
         row("    β, fitted", None, loopback["bandwidth_bytes_per_s"], "B/s"),
         row(f"    4 kB: time of the ring / time of {quickest}", None, smallest["ring"] / smallest[quickest]),
     ]
-    return receipt("where the lines cross", rows, open_rows=7)
+    return receipt("where the lines cross", rows, open_rows=1, show="ring passes")
 
 
 def _crossover(numbers: dict[str, Any], other: str) -> int | str:
@@ -95,23 +97,19 @@ def two_nodes(levels: dict[str, Any] | None = None) -> Receipt:
     return receipt(f"{levels['sizes'][-1]:,} bytes over two nodes, emulated (formula: the slow link alone)", rows)
 
 
-def leaving_a_node(nodes: int = 8, per_node: int = 8) -> Receipt:
-    """What leaves a node in a flat ring and over two levels, in multiples of P."""
+def leaving_a_node(nodes: int = 8, per_node: int = 8) -> Table:
+    """What leaves a node in a flat ring and over two levels, by formula."""
     size, world = 1 << 28, nodes * per_node
     two, flat = comms.hierarchical_all_reduce(size, 4, world, per_node), comms.ring_all_reduce(size, 4, world)
     leaving, payload = comms.flat_ring_crossing_bytes(size, 4, world, per_node)[0], 4 * size
-    return receipt(
-        f"{world} ranks, {per_node} per node, in multiples of P",
-        [
-            formula("flat ring: bytes that leave each node", leaving / payload),
-            formula("    through the busiest network card", max(flat.sent_per_rank) / payload),
-            formula("    rounds, of which cross between nodes", (flat.rounds, flat.rounds)),
-            formula("two levels: bytes that leave each node", two.crossing_bytes_per_node[0] / payload),
-            formula("    through the busiest network card", max(two.inter.sent_per_rank) / payload),
-            formula("    rounds, of which cross between nodes", (two.total.rounds, two.inter.rounds)),
-        ],
-        open_rows=6,
-    )
+    busiest = max(flat.sent_per_rank), max(two.inter.sent_per_rank)
+    lines = [
+        ("leaves each node / P", leaving / payload, two.crossing_bytes_per_node[0] / payload),
+        ("    through the busiest network card / P", *(sent / payload for sent in busiest)),
+        ("rounds", flat.rounds, two.total.rounds),
+        ("    that cross between nodes", flat.rounds, two.inter.rounds),
+    ]
+    return table(f"{world} ranks, {per_node} per node; formula", ("", "flat ring", "two levels"), lines)
 
 
 def logged(all_gather: Callable = ANSWERS.all_gather) -> Receipt:
@@ -153,13 +151,13 @@ def torch_on_the_wire(wire: dict[str, int]) -> Receipt:
     """torch.distributed's calls on gloo beside the formulas of ours."""
     costs, twins = experiments.costs(WORLD), experiments.TORCH_TWINS
     size = 4 * experiments.ELEMENTS
+    scatter = "reduce_scatter_tensor"
     rows = [
-        row(f"dist.{call}", costs[twins[call]].total_bytes, sent, "B", tolerance=0.03, noisy=True)
-        for call, sent in wire.items()
+        row(f"dist.{call}", costs[twins[call]].total_bytes, wire[call], "B", tolerance=0.03, noisy=True)
+        for call in (scatter, *(name for name in wire if name != scatter))
     ]
-    times = wire["reduce_scatter_tensor"] / costs["reduce-scatter"].total_bytes
-    rows.append(row("reduce_scatter_tensor, as multiple of the ring", None, times))
-    return receipt(f"torch.distributed on gloo, bytes on the wire for P = {size:,}", rows)
+    rows.insert(1, row("    as multiple of the ring", None, wire[scatter] / costs["reduce-scatter"].total_bytes))
+    return receipt(f"torch.distributed on gloo, bytes on the wire for P = {size:,}", rows, open_rows=2)
 
 
 def interview_numbers() -> Receipt:
@@ -188,7 +186,7 @@ def interview_numbers() -> Receipt:
     sent = routed.sent_per_rank[0] / 1e6
     rows.append(formula("6. all-to-all of 4,096 tokens, top-2, hidden 4,096, bf16, 8 ranks", sent, "MB"))
     rows.append(formula("7. bus bandwidth / (P / time), 8 ranks", comms.ring_all_reduce(8, 1, 8).sent_per_rank[0] / 8))
-    return receipt("numbers for the answers", rows)
+    return receipt("numbers for the answers", rows, open_rows=1)
 
 
 def _double_tree_crossover(n: int, latency: float, bandwidth: float) -> float:
@@ -216,6 +214,7 @@ def design_numbers() -> Receipt:
             formula("    one-shot exchange", _once_and_per_token(latency + 7 * payload / nvlink, calls), "µs, ms"),
             formula("    in-network", _once_and_per_token(2 * latency + payload / nvlink, calls), "µs, ms"),
         ],
+        open_rows=1,
     )
 
 

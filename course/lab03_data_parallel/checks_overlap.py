@@ -1,7 +1,8 @@
 """Lab 03, when to communicate: while backward still runs, and once for several microbatches."""
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,7 +67,34 @@ def check_overlap(learner: Callable) -> Receipt:
     rows.append(rank_programs.byte_row(case, ranks, "start every bucket once per step"))
     # Both branches in one bucket: the parameter that becomes ready last is not the same on all ranks.
     _judge_logs(run(_overlapped, 2, learner, TrainingCase(2, unused=False, steps=1), 3 * matrix))
+    _judge_two_models(learner, matrix)
     return receipt("all-reduces during backward, on 3 ranks", rows)
+
+
+def _judge_two_models(learner: Callable, matrix: int) -> None:
+    """CheckFailed if a call of the learner's function shares what it counts with another call."""
+    case = TrainingCase(2, unused=False, steps=1)
+    pairs = run(_two_models, case.world_size, learner, case, (3 * matrix, matrix))
+    for trained in zip(*pairs, strict=True):
+        try:
+            rank_programs.right_gradients(case, trained)
+        except CheckFailed as failure:
+            raise CheckFailed(
+                f"right for one model, but with two of them at once {failure}. What a call counts and waits for "
+                "belongs to that call"
+            ) from None
+
+
+def _two_models(group: Group, learner: Callable, case: TrainingCase, caps: Sequence[int]) -> list[Trained]:
+    """A step of two models whose all-reduces are under way at the same time."""
+    models = [case.model() for _ in caps]
+    packed = [ANSWERS.make_buckets(model.parameters(), cap) for model, cap in zip(models, caps, strict=True)]
+    finishes = [learner(buckets, group) for buckets in packed]
+    for model in models:
+        rank_programs.loss_of(model, *case.data(0, group.rank)).backward()
+    for finish in finishes:
+        finish()
+    return [Trained([rank_programs.gradients(m)], rank_programs.weights(m), Counter(), 0) for m in models]
 
 
 def _judge_logs(ranks: list[Trained]) -> None:
@@ -174,7 +202,7 @@ def _note_starts(group: Group, flats: list[Tensor], state: dict[str, Any]) -> No
     ),
 )
 def check_accumulate(learner: Callable) -> Receipt:
-    case = TrainingCase(world_size=2, unused=False)
+    case = TrainingCase(world_size=2, unused=False, batch=MICROBATCHES * random.randint(1, 12))
     ranks = run(_accumulated, case.world_size, learner, case, MICROBATCHES)
     k, per_step = MICROBATCHES, ranks[0].calls["all_reduce"] / case.steps
     buckets = int(ranks[0].note)
@@ -193,8 +221,8 @@ def check_accumulate(learner: Callable) -> Receipt:
         )
     for trained in ranks:
         _one_at_a_time(trained, rows)
-    other = TrainingCase(world_size=2, unused=False, steps=1)
-    drawn = random.choice((2, 6))
+    drawn = random.choice((2, 4, 5, 6, 7))
+    other = TrainingCase(world_size=2, unused=False, steps=1, batch=drawn * random.randint(2, 12))
     rank_programs.right_gradients(
         other, run(_accumulated, 2, learner, other, drawn), {drawn / k: f"right for {k} only"}
     )

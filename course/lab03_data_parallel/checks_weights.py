@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ from minillm.predict import comms
     ),
 )
 def check_weighted(learner: Callable) -> Receipt:
-    case = _Tokens(random.randrange(2**31), (*random.sample(range(3, 12), 2), 0))
+    tokens = random.randint(12, 40)
+    case = _Tokens(random.randrange(2**31), (*random.sample(range(3, 12), 2), 0), tokens)
     ranks = run(_weighted, 3, learner, case)
     right, gradient = case.alone()
     for rank, found in enumerate(ranks):
@@ -57,10 +58,10 @@ def check_weighted(learner: Callable) -> Receipt:
     error = _relative(averaged, gradient)
     if not error <= CLOSE:
         raise CheckFailed(_say_weighted(averaged, gradient, case))
-    pair = _Tokens(case.seed, case.counts[:2])
-    averaged, expected = run(_weighted, 2, learner, pair)[0]["gradient"], pair.alone()[1]
+    four = _Tokens(case.seed, (*case.counts, random.randint(3, 12)), tokens + random.randint(1, 9))
+    averaged, expected = run(_weighted, 4, learner, four)[0]["gradient"], four.alone()[1]
     if averaged is None or not _relative(averaged, expected) <= CLOSE:
-        raise CheckFailed(f"right on 3 ranks, but on 2 {_say_weighted(averaged, expected, pair)}")
+        raise CheckFailed(f"right on 3 ranks, but on 4 {_say_weighted(averaged, expected, four)}")
     numbers = max(found["largest"] for found in ranks)
     if numbers > 8:
         raise CheckFailed(f"a tensor of {numbers} numbers was communicated where one is enough: the count of tokens")
@@ -77,10 +78,11 @@ def check_weighted(learner: Callable) -> Receipt:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A linear classifier and, on each rank, 12 tokens of which `counts[rank]` count."""
+    """A linear classifier and, on each rank, a number of tokens of which `counts[rank]` count."""
 
     seed: int
     counts: tuple[int, ...]
+    tokens_per_rank: int
 
     def model(self) -> nn.Linear:
         draw = torch.Generator().manual_seed(self.seed)
@@ -89,11 +91,11 @@ class _Tokens:
         return model
 
     def tokens(self, model: nn.Linear, rank: int) -> tuple[Tensor, Tensor]:
-        """(nll, counts) of a rank: [12] each."""
-        draw = torch.Generator().manual_seed(self.seed + 1 + rank)
-        x, targets = torch.randn(12, 6, generator=draw, dtype=torch.float64), torch.randint(5, (12,), generator=draw)
-        counts = torch.zeros(12, dtype=torch.float64)
-        counts[torch.randperm(12, generator=draw)[: self.counts[rank]]] = 1
+        """(nll, counts) of a rank: [tokens_per_rank] each."""
+        draw, n = torch.Generator().manual_seed(self.seed + 1 + rank), self.tokens_per_rank
+        x, targets = torch.randn(n, 6, generator=draw, dtype=torch.float64), torch.randint(5, (n,), generator=draw)
+        counts = torch.zeros(n, dtype=torch.float64)
+        counts[torch.randperm(n, generator=draw)[: self.counts[rank]]] = 1
         return nn.functional.cross_entropy(model(x), targets, reduction="none"), counts
 
     def alone(self) -> tuple[float, Tensor]:
@@ -117,6 +119,7 @@ def _weighted(group: Group, learner: Callable, case: _Tokens) -> dict:
     model = case.model()
     nll, counts = case.tokens(model, group.rank)
     before = counts.clone()
+    learner(*replace(case, seed=case.seed + 1).tokens(model, group.rank), group)  # of the step before
     with measure.ledger() as led:
         loss = learner(nll, counts, group)
     if not isinstance(loss, Tensor) or loss.numel() != 1:

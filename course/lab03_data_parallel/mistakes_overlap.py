@@ -56,6 +56,15 @@ mistake(
 )
 mistake(
     "overlap-hooks",
+    "one-list-for-all-calls",
+    {
+        "def overlap(buckets, group):": "pending = []\n\n\ndef overlap(buckets, group):",
+        "    handles = []\n": "    handles = pending\n",
+    },
+    expect="with two of them at once",
+)
+mistake(
+    "overlap-hooks",
     "starts-with-the-first-gradient",
     {
         "while len(handles) < len(buckets) and missing[len(handles)] == 0:": "while len(handles) <= index:",

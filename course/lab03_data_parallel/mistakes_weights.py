@@ -44,7 +44,7 @@ mistake(
     "token-weighted-loss",
     "always-3",
     {"* group.world_size /": "* 3 /"},
-    expect="right on 3 ranks, but on 2 the averaged",
+    expect="right on 3 ranks, but on 4 the averaged",
 )
 
 

@@ -41,9 +41,9 @@ class Net(nn.Module):
         super().__init__()
         self.flip = flip
         self.first = nn.Linear(size, size, bias=False)
+        self.gain = nn.Parameter(torch.empty(size, dtype=torch.float32 if mixed else torch.float64))
         self.scale = nn.Parameter(torch.empty(size), requires_grad=False)  # frozen
         self.shared = nn.Linear(size, size)  # used twice
-        self.gain = nn.Parameter(torch.empty(size, dtype=torch.float32 if mixed else torch.float64))
         self.left, self.right = nn.Linear(size, size), nn.Linear(size, size)
         if unused:
             self.spare = nn.Linear(size, size)

@@ -11,6 +11,7 @@ import torch
 from course.kit.receipts import Row, formula, row, titled
 from course.lab03_data_parallel import experiments, experiments_breaks, experiments_overlap
 from course.lab03_data_parallel import experiments_production as production
+from course.shared.table import Table, seconds, table
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import cross_entropy
@@ -95,7 +96,7 @@ def on_ranks(group: Group) -> dict[str, Any]:
     }
 
 
-@titled(f"a model of {experiments.gradient_bytes():,} bytes of gradients, 4 ranks", show="4 microbatches")
+@titled(f"a model of {experiments.gradient_bytes():,} bytes of gradients, 4 ranks", open_rows=2)
 def sent(ranks: Sequence[dict[str, Any]], guess: float | None = None) -> Iterator[Row]:
     n, order = len(ranks), experiments.sizes(experiments.model())
     caps = (experiments.CAP_MB, 4 * experiments.CAP_MB)
@@ -105,37 +106,38 @@ def sent(ranks: Sequence[dict[str, Any]], guess: float | None = None) -> Iterato
     found = ranks[0]["sent"]
     growth = found["batch 8"]["bytes"] / found["batch 1"]["bytes"]
     yield row("eight times the batch: times the bytes", 1, growth, guess=guess)
-    for name, line in found.items():
-        due = predict.gradient_bytes(experiments.gradient_bytes(), n) * (4 if name.endswith("plain") else 1)
-        yield row(f"{name}: bytes per rank", due, line["bytes"], "B")
+    once = int(predict.gradient_bytes(experiments.gradient_bytes(), n))
+    both = tuple(found[f"4 microbatches, {how}"]["bytes"] for how in ("no_sync", "plain"))
+    yield row("4 microbatches: bytes per rank with no_sync, without", (once, 4 * once), both, "B")
+    for name in ("batch 1", "batch 8", "buckets four times as large"):
+        yield row(f"{name}: bytes per rank", once, found[name]["bytes"], "B")
     due = tuple(calls[name] for name in found)
     yield row("all-reduces of these five", due, tuple(line["all_reduces"] for line in found.values()))
 
 
-@titled("the same as one process")
+@titled("the same as one process", open_rows=2)
 def same_as_one_process(ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
     same, (one, several, whole) = ranks[0]["same"], experiments.activation_peaks(batch=128, microbatches=4).values()
-    yield row("gradient, fp32: relative error below 1e-5", True, same["gradient_error"] < 1e-5)
-    yield row("    largest", None, same["gradient_error"])
+    yield row("gradient, fp32: largest relative error", None, same["gradient_error"])
     yield row("replicas: largest difference after 3 AdamW steps", 0, same["replicas_apart"])
+    yield row("gradient: error below 1e-5", True, same["gradient_error"] < 1e-5)
     yield row("samples per step: 4 per microbatch · 8 · ranks", 32 * len(ranks), ranks[0]["samples"])
     yield row("peak activations of 4 microbatches: those of one", one, several, "B", tolerance=0.01)
     yield row("    the whole batch at once", None, whole, "B")
 
 
-@titled("a step over an emulated link")
+@titled("a step over an emulated link", open_rows=1)
 def overlap(forms: dict[str, Any], guess_hidden: float | None = None) -> Iterator[Row]:
     naive, *others = forms.items()
-    yield row("naive: backward + communication", naive[1]["predicted_s"], naive[1]["step_s"], "s", 0.25, noisy=True)
     for name, form in others:
         due, took = form["predicted_s"], form["step_s"]
-        yield row(f"{name}: max(backward, comm.) + last bucket", due, took, "s", 0.25, noisy=True)
-        yield row(
-            "    share of communication hidden, at best", 7 / 8, form["hidden"], "", 0.2, guess=guess_hidden, noisy=True
-        )
+        hidden = f"{name}: share of communication hidden, at best"
+        yield row(hidden, 7 / 8, form["hidden"], "", 0.2, guess=guess_hidden, noisy=True)
+        yield row("    the step: max(backward, comm.) + last bucket", due, took, "s", 0.25, noisy=True)
+    yield row("naive: backward + communication", naive[1]["predicted_s"], naive[1]["step_s"], "s", 0.25, noisy=True)
 
 
-@titled("bucket sizes, emulated link with 4 ms latency")
+@titled("bucket sizes, emulated link with 4 ms latency", open_rows=1)
 def bucket_sizes(sweep: dict[str, Any]) -> Iterator[Row]:
     best = min(range(len(sweep["predicted_s"])), key=sweep["predicted_s"].__getitem__)
     yield row("all-reduces per step, by bucket size", tuple(sweep["buckets"]), tuple(sweep["reductions"]))
@@ -145,21 +147,23 @@ def bucket_sizes(sweep: dict[str, Any]) -> Iterator[Row]:
         yield row(f"step, {name}", due, took, "s", tolerance=0.35, noisy=True)
 
 
-@titled("steps on an emulated link")
+@titled("steps on an emulated link", open_rows=2)
 def straggler(found: dict[str, Any]) -> Iterator[Row]:
-    for name, index in (("no rank late", 0), ("rank 1 late", 1)):
-        for rank, times in enumerate(found["measured_s"]):
+    for rank, times in enumerate(found["measured_s"]):
+        for name, index in (("no rank late", 0), ("rank 1 late", 1)):
             yield row(f"rank {rank}'s step, {name}", found["predicted_s"][index], times[index], "s", 0.35, noisy=True)
 
 
-@titled("bytes per step on 2 ranks, and the loss in the end", show="last loss")
+@titled("bytes per step on 2 ranks, and the loss in the end", open_rows=1, show="64 ranks")
 def compression(found: dict[str, Any], share: float = 0.01) -> Iterator[Row]:
     forms, count = found["forms"], [found["elements"]]
     kept, mine = f"top {share:.0%}, error feedback", f"yours, top {share:.0%}"
     top = predict.top_k(count, share, 4, 2)
     costs = {"dense": predict.all_reduce(count, 4, 2), "int8, error feedback": predict.int8(count, 2), mine: top}
-    for name, cost in costs.items():
-        yield row(f"{name}: bytes", cost.sent_per_rank[0], forms[name]["bytes"], "B")
+    sent = tuple(forms[name]["bytes"] for name in costs)
+    yield row(
+        f"bytes: dense, int8, your top {share:.0%}", tuple(each.sent_per_rank[0] for each in costs.values()), sent, "B"
+    )
     last = {name: sum(form["losses"][-10:]) / 10 for name, form in forms.items()}
     yield row("last loss: dense, int8, top 1 % with and without feedback", None, tuple(list(last.values())[:4]))
     yield row("feedback beats none", True, last[kept] < last[f"top {share:.0%}, no feedback"])
@@ -169,9 +173,8 @@ def compression(found: dict[str, Any], share: float = 0.01) -> Iterator[Row]:
 
 @titled("relative error of the mean of 64 gradients, ring order")
 def reduce_precision() -> Iterator[Row]:
-    for dtype in (torch.float32, torch.bfloat16):
-        error = experiments_breaks.rounding_of_a_ring(dtype)
-        yield row(f"{str(dtype).removeprefix('torch.')}", None, error, kind="simulated")
+    errors = tuple(experiments_breaks.rounding_of_a_ring(dtype) for dtype in (torch.float32, torch.bfloat16))
+    yield row("in float32, in bfloat16", None, errors, kind="simulated")
 
 
 @titled("what a training loop would log")
@@ -186,34 +189,35 @@ def division(found: dict[str, Any]) -> Iterator[Row]:
 def crossed(ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
     (a0, b0), (a1, b1) = (rank["own"] for rank in ranks)
     yield row("losses of the ranks", None, tuple(rank["loss"] for rank in ranks))
-    for name, index, right in (("a", 0, (a0 + a1) / 2), ("b", 1, (b0 + b1) / 2)):
-        off = tuple(experiments.relative(rank["averaged"][index], right) for rank in ranks)
-        yield row(f"gradient of {name}: relative error by rank", None, off)
+    right = (a0 + a1) / 2, (b0 + b1) / 2
+    off = tuple(tuple(map(experiments.relative, rank["averaged"], right)) for rank in ranks)
+    yield row("relative errors of the gradients of a and b, by rank", None, off)
 
 
-@titled("throughput of 2 ranks / of 1, emulated")
+@titled("throughput of 2 ranks / of 1, emulated", open_rows=1)
 def losing(found: dict[str, Any]) -> Iterator[Row]:
     for name, measured in found["measured"].items():
         tolerance = 0.6 if name == "tiny model" else 0.35
         yield row(name, found["predicted"][name], measured, tolerance=tolerance, noisy=True)
 
 
-@titled("12 samples on rank 0, 4 on rank 1")
+@titled("12 samples on rank 0, 4 on rank 1", open_rows=1)
 def unequal(error: dict[str, float]) -> Iterator[Row]:
-    yield row("mean of means: relative error of the gradient", None, error["mean of means"])
+    both = error["mean of means"], error["weighted"]
+    yield row("relative error of the gradient: mean of means, weighted by samples", None, both)
     yield row("weighted by samples: below 1e-9", True, error["weighted"] < 1e-9)
 
 
-@titled("torch DDP, 12 tensors of 1 MiB")
+@titled("torch DDP, 12 tensors of 1 MiB", open_rows=1)
 def torch_buckets(packed: dict[str, Any]) -> Iterator[Row]:
     for cap in (1, 5):
         first, second = packed[str(cap)]
-        yield row(f"bucket_cap_mb={cap}: all-reduces in iteration 1", 1, len(first))
         due = tuple(predict.bucket_sizes([1] * 12, cap, first_cap=1 if cap == 1 else None))
+        yield row(f"bucket_cap_mb={cap}: all-reduces in iterations 1 and 2", (1, len(due)), (len(first), len(second)))
         yield row("    buckets in iteration 2, MiB", due, tuple(size // 2**20 for size in second))
 
 
-@titled("one step in the trace")
+@titled("one step in the trace", open_rows=2)
 def trace(events: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     """What the profiler's trace of a DDP step shows: one all-reduce per bucket, all but one issued during backward."""
     events = events or launch(production.traced_step, WORLD, device="cpu")[0]
@@ -221,15 +225,17 @@ def trace(events: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     issued = [event["start"] for event in events if event["name"] == "c10d::allreduce_"]
     done = sum(event["name"] == "gloo:all_reduce" for event in events)
     layers, found = production.LAYERS, production.trace_times(events)
-    yield row("matmuls: 1 per layer forward, 2 backward, no gradient of x", 3 * layers - 1, len(matmuls))
     yield row("all-reduces, issued and executed: one per bucket", (layers, layers), (len(issued), done))
     yield row("    issued before backward's last matmul ended", layers - 1, sum(t < matmuls[-1] for t in issued))
+    yield row("matmuls: 1 per layer forward, 2 backward, no gradient of x", 3 * layers - 1, len(matmuls))
     yield row("time in all-reduces", None, found["all-reduce"], "s")
     for name in ("beside a matmul", "after the last matmul"):
         yield row(f"    share {name}", None, found[name] / found["all-reduce"])
 
 
-@titled("one step on 2 ranks: bytes of both ranks on the wire, error of the gradient")
+@titled(
+    "one step on 2 ranks: bytes of both ranks on the wire, error of the gradient", open_rows=1, show="DDP, PowerSGD"
+)
 def libraries(libs: dict[str, dict[str, float]]) -> Iterator[Row]:
     dense, half = (2 * predict.gradient_bytes(experiments.gradient_bytes(itemsize), 2) for itemsize in (4, 2))
     for name, found in libs.items():
@@ -237,8 +243,7 @@ def libraries(libs: dict[str, dict[str, float]]) -> Iterator[Row]:
         yield row(f"{name}; error {found['error']:.0e}", wire, found["wire"], "B", tolerance=0.03, noisy=True)
 
 
-@titled("7B parameters in bf16, 8 nodes of 8 GPUs, a ring per collective")
-def hybrid(params: int = 7 * 10**9, nodes: int = 8, per_node: int = 8) -> Iterator[Row]:
+def hybrid(params: int = 7 * 10**9, nodes: int = 8, per_node: int = 8) -> Table:
     """State and traffic between nodes: replicas, shards over all GPUs, shards in a node with replicas across.
 
     16 bytes of state per parameter; with shards, weights are gathered twice and gradients scattered once. A ring over
@@ -252,35 +257,39 @@ def hybrid(params: int = 7 * 10**9, nodes: int = 8, per_node: int = 8) -> Iterat
         "shards over all GPUs": (ranks, 3 * gather.sent_per_rank[0], 3 * gather.rounds),
         "shards in a node, replicas across (hybrid)": (per_node, per_node * across.sent_per_rank[0], across.rounds),
     }
-    for name, (shards, leaving, rounds) in forms.items():
-        yield formula(f"{name}: state per GPU", 16 * params / shards / 1e9, "GB")
-        yield formula("    GB that leave a node per step, rounds across", (round(leaving / 1e9, 1), rounds))
+    lines = [
+        (name, f"{16 * params / shards / 1e9:.1f} GB", f"{leaving / 1e9:.1f} GB", rounds)
+        for name, (shards, leaving, rounds) in forms.items()
+    ]
+    columns = ("", "state per GPU", "leaves a node per step", "rounds across")
+    return table("7B parameters in bf16, 8 nodes of 8 GPUs, a ring per collective; formula", columns, lines)
 
 
-@titled("A. tokens that hide the all-reduce")
-def design_tokens(flops: float = 400e12, bandwidth: float = 50e9) -> Iterator[Row]:
+def design_tokens(flops: float = 400e12, bandwidth: float = 50e9) -> Table:
     """A: 7B parameters over 64 GPUs; backward takes 4 FLOPs per parameter and token."""
+    lines = []
     for name, itemsize in (("bf16", 2), ("fp32", 4)):
-        seconds = comms.ring_all_reduce(7 * 10**9, itemsize, 64).time(5e-6, bandwidth)
-        yield formula(f"{name}: all-reduce", seconds, "s")
-        yield formula("    tokens per GPU whose backward takes as long", round(seconds * flops / (4 * 7e9)))
+        took = comms.ring_all_reduce(7 * 10**9, itemsize, 64).time(5e-6, bandwidth)
+        lines.append((name, seconds(took), round(took * flops / (4 * 7e9))))
+    return table("A. 7B on 64 GPUs; formula", ("", "all-reduce", "tokens per GPU whose backward takes as long"), lines)
 
 
-@titled("B. seconds per step, and efficiency against 16 GPUs")
-def design_scaling(batch: int = 512, per_gpu: int = 4) -> Iterator[Row]:
+def design_scaling(batch: int = 512, per_gpu: int = 4) -> Table:
     """B: a fixed global batch on more and more GPUs, 0.5 s per microbatch and 0.2 s of exposed reduction."""
-    seconds = {gpus: 0.5 * batch / (per_gpu * gpus) + 0.2 for gpus in (16, 32, 64, 128)}
-    for gpus, step in seconds.items():
-        yield formula(f"{gpus} GPUs, {batch // (per_gpu * gpus)} microbatches: step", step, "s")
-        yield formula("    efficiency", f"{16 * seconds[16] / (gpus * step):.0%}")
+    steps = {gpus: 0.5 * batch / (per_gpu * gpus) + 0.2 for gpus in (16, 32, 64, 128)}
+    lines = [
+        (f"{gpus}", batch // (per_gpu * gpus), seconds(step), f"{16 * steps[16] / (gpus * step):.0%}")
+        for gpus, step in steps.items()
+    ]
+    return table(f"B. a batch of {batch}; formula", ("GPUs", "microbatches", "a step", "efficiency"), lines)
 
 
-@titled("torch's DistributedSampler, 10 samples on 4 ranks")
+@titled("torch's DistributedSampler, 10 samples on 4 ranks", open_rows=2)
 def sampler() -> Iterator[Row]:
     found = experiments.torch_sampler(num_samples=10, world_size=4)
     yield row("samples dealt out twice: N·ceil(D/N) - D", found["predicted"], found["duplicates"])
-    yield row("second epoch without set_epoch: same order", True, found["same_without_set_epoch"])
-    yield row("    with set_epoch(1)", False, found["same_with_set_epoch"])
+    same = found["same_without_set_epoch"], found["same_with_set_epoch"]
+    yield row("second epoch in the same order: without set_epoch, with set_epoch(1)", (True, False), same)
 
 
 CLAIMS = (rows, trace)

@@ -40,7 +40,7 @@ def _accidents() -> list[dict[str, Any]]:
     return launch(experiments_breaks.all_accidents, WORLD, BAD_RANK, device="cpu")
 
 
-@titled("7B parameters on 8 ranks, bf16 with masters")
+@titled("7B parameters on 8 ranks, bf16 with masters", open_rows=1)
 def memory_7b(guess_gb: float | None = None) -> Iterator[Row]:
     for stage, guess in ((1, guess_gb), (2, None), (3, None)):
         gb = ADAM_MIXED.per_rank(7 * 10**9, 8, stage=stage) / 1e9
@@ -52,26 +52,27 @@ def trained(four: Sequence[float], one: Sequence[float]) -> Iterator[Row]:
     yield row(f"loss of step {len(four)}", one[-1], four[-1], tolerance=1e-4)
 
 
-@titled(f"state per rank, N = 4, Ψ = {PSI:,}")
+@titled(f"state per rank, N = 4, Ψ = {PSI:,}", open_rows=1)
 def state(found: Findings | None = None, world_size: int = WORLD) -> Iterator[Row]:
     found = found or _compared()
-    for setup, ranks in found.items():
+    for setup, ranks in sorted(found.items(), key=lambda each: (not each[0].mixed, -each[0].stage)):
         if setup.accumulate == 1 and setup.world_size == world_size:
             held = max(sum(rank.memory.values()) for rank in ranks)
             name = f"{setup.name}, {'bf16 with masters' if setup.mixed else 'fp32'}: {STATE[setup.mixed][setup.stage]}"
             yield row(name, stages.predicted_state(setup), held, "B", tolerance=0.02)
 
 
-@titled(f"sent per rank and step, N = 4, P = {4 * PSI:,} B", show="4 microbatches")
+@titled(f"sent per rank and step, N = 4, P = {4 * PSI:,} B")
 def sent(found: Findings | None = None, world_size: int = WORLD) -> Iterator[Row]:
     found = found or _compared()
     unit = 4 * PSI * (world_size - 1) / world_size
-    for setup, ranks in found.items():
-        if setup.world_size == world_size and not setup.mixed:
-            most, many = max(rank.sent for rank in ranks), setup.accumulate
-            times = f"{round(most / unit, 2):g} P(N-1)/N"
-            name = f"{setup.name}, {many} microbatch{'es' * (many > 1)}: {times}"
-            yield row(name, stages.predicted_bytes(setup), most, "B")
+    exact = [setup for setup in found if setup.world_size == world_size and not setup.mixed]
+    for many in sorted({setup.accumulate for setup in exact}):
+        same = [setup for setup in exact if setup.accumulate == many]
+        most = tuple(max(rank.sent for rank in found[setup]) for setup in same)
+        times = ", ".join(f"{setup.name} {round(sent / unit, 2):g}" for setup, sent in zip(same, most, strict=True))
+        name = f"{many} microbatch{'es' * (many > 1)}, in P(N-1)/N: {times}"
+        yield row(name, tuple(map(stages.predicted_bytes, same)), most, "B")
 
 
 @titled("fp32")
@@ -83,16 +84,18 @@ def same_losses(found: Findings | None = None) -> Iterator[Row]:
     yield row("last loss of every stage, N and K: DDP's on 4 ranks, to 1e-5", True, off < 1e-5)
 
 
-@titled("what one block ahead gains and costs", show="prefetch 1")
+@titled("what one block ahead gains and costs", open_rows=1)
 def prefetch(clocks: dict[int, dict[str, Any]] | None = None) -> Iterator[Row]:
     clocks = clocks or links.stage3_on_a_clock((0, 1))
+    held = tuple(numbers["units_held"] for numbers in clocks.values())
+    name = f"blocks whole at once, prefetch {' and '.join(map(str, clocks))}"
+    yield row(name, tuple(ahead + 1 for ahead in clocks), held)
     for ahead, numbers in clocks.items():
         seconds = numbers["predicted_s"], numbers["measured_s"]
         yield row(f"prefetch {ahead}: one step, emulated link", *seconds, "s", tolerance=0.3, noisy=True)
-        yield row("    blocks whole at once", ahead + 1, numbers["units_held"])
 
 
-@titled("ZeRO-2 on 2 ranks, bf16 with masters, offloaded")
+@titled("ZeRO-2 on 2 ranks, bf16 with masters, offloaded", open_rows=1)
 def offload(lines: Sequence[tuple[str, float, float, int, bool]]) -> Iterator[Row]:
     for where, down, up, left, same in lines:
         yield row(f"{where}: gradients down, weights up per step, 2Ψ each", (2 * PSI, 2 * PSI), (down, up), "B")
@@ -100,18 +103,18 @@ def offload(lines: Sequence[tuple[str, float, float, int, bool]]) -> Iterator[Ro
         yield row("    the same losses as without", True, same)
 
 
-@titled("one gradient, four shards", show="by local norms")
+@titled("one gradient, four shards")
 def clipping(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = found or [rank["clip"] for rank in _accidents()]
     local, true, n = [each["local"] for each in found], found[0]["global"], len(found)
-    yield row("global norm: root of the sum of squares", true, sum(norm**2 for norm in local) ** 0.5, "", 1e-4)
     mean = (sum(norm**2 for norm in local) / n) ** 0.5
     yield row("local norms, root mean square / global: 1/√N", n**-0.5, mean / true, "", 1e-4)
     yield row("clipped to 0.1 by local norms: √N times too long", 0.1 * n**0.5, found[0]["clipped to"], "", 1e-3)
     yield row("    and turned by (degrees)", None, found[0]["degrees"])
+    yield row("global norm: root of the sum of squares", true, sum(norm**2 for norm in local) ** 0.5, "", 1e-4)
 
 
-@titled("whose initial weights are in the model?")
+@titled("whose initial weights are in the model?", open_rows=1)
 def seeds(found: dict[str, list[int]] | None = None) -> Iterator[Row]:
     found = found or _accidents()[0]["seeds"]
     whole, n = found["elements"][0], len(found["FullyShard"])
@@ -119,7 +122,7 @@ def seeds(found: dict[str, list[int]] | None = None) -> Iterator[Row]:
     yield row("FullyShard, seeded by rank: all from rank 0", (whole, *[0] * (n - 1)), tuple(found["FullyShard"]))
 
 
-@titled("Adam's first moment in the checkpoint")
+@titled("Adam's first moment in the checkpoint", open_rows=1)
 def saving(found: dict[str, int] | None = None) -> Iterator[Row]:
     found = found or _accidents()[0]["save"]
     yield row("rank 0 saves its optimizer.state_dict(): elements", PSI // WORLD, found["inner"])
@@ -134,10 +137,17 @@ def scaler(found: Sequence[dict[str, Any]] | None = None, bad_rank: int = BAD_RA
     yield row("    loss scales afterwards", None, tuple(each["scale"] for each in found))
 
 
-@titled("stage 3 in bf16 on 4 ranks, one step")
+@titled("stage 3 in bf16 on 4 ranks, one step", open_rows=1)
 def reduction(found: dict[str, float] | None = None) -> Iterator[Row]:
     """P is rounded up to whole shards, hence the tolerance."""
     found = found or launch(stages.reduced_in, WORLD, device="cpu")[0]
+    yield row(
+        "gradients in fp32 instead of bf16: times as many bytes",
+        8 / 6,
+        found["fp32 bytes"] / found["bf16 bytes"],
+        "",
+        0.05,
+    )
     for name, size in (("bf16", 2), ("fp32", 4)):
         due = (2 + 2 + size) * PSI * (WORLD - 1) / WORLD
         sent = found[f"{name} bytes"]
@@ -145,13 +155,13 @@ def reduction(found: dict[str, float] | None = None) -> Iterator[Row]:
         yield row(f"    error of the mean in {name}", None, found[f"{name} error"])
 
 
-@titled("bytes sent per rank and step")
+@titled("bytes sent per rank and step", open_rows=2)
 def hybrid(found: dict[str, int]) -> Iterator[Row]:
     """On 2 nodes with 2 ranks: P is rounded up to whole shards, hence the tolerance."""
     p = 4 * PSI
-    yield row("stage 3 over 4 ranks: sent per rank, 3·P·3/4", 3 * p * 3 / 4, found["all"], "B", tolerance=0.1)
     yield row("hybrid: inside the node, 3·P·1/2", 3 * p / 2, found["inside"], "B", tolerance=0.1)
     yield row("    across nodes, 2·(P/2)·1/2", p / 2, found["across"], "B", tolerance=0.1)
+    yield row("stage 3 over 4 ranks: sent per rank, 3·P·3/4", 3 * p * 3 / 4, found["all"], "B", tolerance=0.1)
 
 
 @titled("4 ranks after 3 steps")
@@ -160,17 +170,17 @@ def bug_hunt(found: dict[str, Any]) -> Iterator[Row]:
     yield row("weights: distance of ranks 0 to 3 from rank 0's", None, tuple(found["apart"]))
 
 
-@titled("emulated slow link: formula for communication, measured whole steps")
+@titled("emulated slow link: formula for communication, measured whole steps", open_rows=1)
 def slow_link(found: dict[str, Any]) -> Iterator[Row]:
     times = {(line["stage"], line["accumulate"]): (line["predicted_s"], line["measured_s"]) for line in found["rows"]}
-    for (stage, many), both in times.items():
+    for (stage, many), both in reversed(times.items()):
         if stage != "DDP":
             shares = (ours / ddp for ours, ddp in zip(both, times["DDP", many], strict=True))
             name = f"{stage}, {many} microbatch{'es' * (many > 1)}: times as long as DDP"
             yield row(name, *shares, tolerance=0.5, noisy=True)
 
 
-@titled(f"torch on gloo, sent per rank and step, P = {4 * PSI:,} B")
+@titled(f"torch on gloo, sent per rank and step, P = {4 * PSI:,} B", open_rows=1, show="FSDP2, 1 ")
 def peers(theirs: Sequence[dict[str, Any]], one_step: float) -> Iterator[Row]:
     blocks, unit = stages.MODEL.num_layers, 4 * PSI * 3 / 4
     due = {
@@ -188,7 +198,7 @@ def peers(theirs: Sequence[dict[str, Any]], one_step: float) -> Iterator[Row]:
     yield row("all have minillm's loss, to 1e-4", True, off < 1e-4)
 
 
-@titled("fp32, N = 4: who shards what", show="accelerate")
+@titled("fp32, N = 4: who shards what", open_rows=1, show="accelerate")
 def held_by_peers(ours: dict[str, int], theirs: dict[str, Any]) -> Iterator[Row]:
     for name, memory in {"minillm FullyShard": ours, **{name: peer["memory"] for name, peer in theirs.items()}}.items():
         yield row(f"{name}: bytes of state per rank / Ψ", None, sum(memory.values()) / PSI)

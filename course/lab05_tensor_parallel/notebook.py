@@ -525,7 +525,7 @@ receipts.grad_norm([rank["norm"] for rank in accidents])
 # %%
 print(inspect.getsource(experiments_breaks.suspect_mlp))
 errors = experiments_breaks.bug_hunt(cut_mlp, experiments_breaks.suspect_mlp)
-receipts.bug_hunt(errors, "this MLP on 4 ranks")
+receipts.bug_hunt(errors)
 
 # %% [markdown]
 # Output and weight gradients are exact, and something is wrong. Name the line, and say which gradients of a whole
@@ -540,7 +540,7 @@ receipts.bug_hunt(errors, "this MLP on 4 ranks")
 # </details>
 
 # %%
-receipts.bug_hunt(experiments_breaks.bug_hunt(cut_mlp, mlp), "yours")
+receipts.without_the_bug(experiments_breaks.bug_hunt(cut_mlp, mlp))
 
 # %% [markdown]
 # ## Where it loses

@@ -71,7 +71,7 @@ def _lines() -> dict[Setup, dict[str, Any]]:
     return {one: steps.one_more(found[one][0], found[more][0]) for one, more in pairs}
 
 
-@titled("GPT-3, tensor parallelism over 8 GPUs: formulas")
+@titled("GPT-3, tensor parallelism over 8 GPUs: formulas", open_rows=1)
 def gpt3_traffic(guess_gb: float) -> Iterator[Row]:
     per_step = [96 * predict.layer_bytes(batch, 2048, 12288, 2, 8) / 1e9 for batch in (32, 64)]
     yield formula("sent per GPU and step: 4·L·2(t-1)/t·BSH·b", per_step[0], "GB", guess=guess_gb)
@@ -85,43 +85,49 @@ def trained(ours: Sequence[float], alone: Sequence[float]) -> Iterator[Row]:
     yield row(f"loss of step {len(ours)}", alone[-1], ours[-1], tolerance=1e-4)
 
 
-@titled(f"one layer, {4 * SEQ} tokens, 4 ranks: forward + backward")
+@titled(f"one layer, {4 * SEQ} tokens, 4 ranks: forward + backward", open_rows=2)
 def layers(lines: dict[Setup, dict[str, Any]] | None = None) -> Iterator[Row]:
     """What one layer does on 4 ranks, in three forms."""
-    lines = lines or _lines()
+    lines = {setup: line for setup, line in (lines or _lines()).items() if setup.world_size == WORLD}
+    sent = tuple(line["sent"] for line in lines.values())
+    names = ", ".join(FORMS[setup.form] for setup in lines)
+    yield row(f"sent per rank: {names}", tuple(map(steps.layer_bytes, lines)), sent, "B")
     for setup, line in lines.items():
-        if setup.world_size != WORLD:
-            continue
         calls = f"{steps.listed(line['forward'])} + {steps.listed(line['backward'])}"
         yield row(f"{FORMS[setup.form]}: collectives", COLLECTIVES[setup.form], calls)
-        yield row("    sent per rank", steps.layer_bytes(setup), line["sent"], "B")
         yield row("    kept for backward", steps.layer_activation_bytes(setup), line["activation"], "B")
 
 
-@titled("activations of one layer of GPT-3: formulas")
-def gpt3_activations() -> Iterator[Row]:
-    one, flash = predict.activation_bytes(**GPT3) / 1e9, GPT3 | {"heads": 0}  # 0: no scores are kept
-    yield formula("one GPU: sbh(34 + 5as/h)", one, "GB")
-    yield formula("    with FlashAttention: 34·sbh", predict.activation_bytes(**flash) / 1e9, "GB")
-    yield formula("TP over 8: sbh(10 + 24/t + 5as/(ht))", predict.activation_bytes(**GPT3, world_size=8) / 1e9, "GB")
-    eight = [predict.activation_bytes(**flash, world_size=8, sequence=sequence) / 1e9 for sequence in (False, True)]
-    yield formula("    with FlashAttention: sbh(10 + 24/t)", eight[0], "GB")
-    yield formula("        and sequence parallelism: sbh·34/t", eight[1], "GB")
+def gpt3_activations() -> Table:
+    """What one layer of GPT-3 keeps for backward, with stored attention scores (5as/h) and without."""
+    ways = {
+        "one GPU: sbh(34 + 5as/h)": {},
+        "TP over 8: sbh(10 + 24/t + 5as/(ht))": {"world_size": 8},
+        "    and sequence parallelism: sbh(34 + 5as/h)/t": {"world_size": 8, "sequence": True},
+    }
+    kept = (GPT3, GPT3 | {"heads": 0})  # 0: no scores are kept
+    lines = [
+        (name, *(f"{predict.activation_bytes(**each, **way) / 1e9:.2f} GB" for each in kept))
+        for name, way in ways.items()
+    ]
+    return table("activations of one layer of GPT-3; formula", ("", "scores stored", "FlashAttention"), lines)
 
 
-@titled(f"a step of {MODEL.num_layers} layers")
+@titled(f"a step of {MODEL.num_layers} layers", open_rows=1)
 def step(setups: dict[str, Setup] | None = None, found: dict[Setup, list[StepRecord]] | None = None) -> Iterator[Row]:
     setups, found = setups or {"4 ranks": Setup(WORLD)}, found or _steps()
-    for name, setup in setups.items():
-        yield row(f"{name}: sent per rank and step", steps.step_bytes(setup), found[setup][0].sent, "B")
-        yield row("    weights per rank", steps.parameter_bytes(setup), found[setup][0].parameter, "B")
+    names, records = ", ".join(setups), [found[setup][0] for setup in setups.values()]
+    due, sent = tuple(map(steps.step_bytes, setups.values())), tuple(record.sent for record in records)
+    yield row(f"sent per rank and step: {names}", due, sent, "B")
+    due, held = tuple(map(steps.parameter_bytes, setups.values())), tuple(record.parameter for record in records)
+    yield row("    weights per rank", due, held, "B")
     first, activation = found[Setup(WORLD)][0], (Setup(WORLD).rows, SEQ, MODEL.hidden_size)
     due = 2 * MODEL.num_layers + 1
     calls = tuple(way.shapes["all_reduce", activation] for way in (first.forward, first.backward))
     yield row("all-reduces forward: 2L and the embedding's; backward: 2L and the head's", (due, due), calls)
 
 
-@titled("the loss")
+@titled("the loss", open_rows=1)
 def loss(found: StepRecord | None = None) -> Iterator[Row]:
     """The collectives of the loss, per token."""
     found = found or _steps()[Setup(WORLD)][0]
@@ -135,7 +141,7 @@ def loss(found: StepRecord | None = None) -> Iterator[Row]:
     yield formula("    gathering the logits would send, V = 256 and 128,000", gathered, "B")
 
 
-@titled("gradients in float64")
+@titled("gradients in float64", open_rows=1)
 def float64(found: dict[Setup, list[StepRecord]] | None = None) -> Iterator[Row]:
     found = found or _steps()
     alone = found[EXACT[0]][0]
@@ -153,21 +159,21 @@ def single_layers(found: dict[str, tuple[str, str]] | None = None) -> Iterator[R
         yield row(f"{name}: forward + backward", due, " + ".join(found[name]))
 
 
-@titled("emulated products and link", show="pieces")
+@titled("emulated products and link", open_rows=2)
 def overlap(backward: dict[str, dict[str, Any]], forward: dict[int, tuple[float, float]]) -> Iterator[Row]:
+    for pieces, (predicted, measured) in forward.items():
+        name = f"forward of a row layer in {pieces} piece{'s' * (pieces > 1)}"
+        yield row(name, predicted, measured, "s", tolerance=0.3, noisy=True)
     for name, n in backward.items():
         yield row(
             f"backward of 4 column layers: {name}", n["predicted_s"], n["measured_s"], "s", tolerance=0.3, noisy=True
         )
-    for pieces, (predicted, measured) in forward.items():
-        name = f"forward of a row layer in {pieces} piece{'s' * (pieces > 1)}"
-        yield row(name, predicted, measured, "s", tolerance=0.3, noisy=True)
 
 
-@titled("some steps with sequence parallelism on 4 ranks")
+@titled("some steps with sequence parallelism on 4 ranks", open_rows=1, show="last loss")
 def norm_gradients(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = found or _accidents("norms")
-    for name in ("summed", "forgotten"):
+    for name in ("forgotten", "summed"):
         apart = max(rank[name]["apart"] for rank in found)
         yield row(f"{name}: norm weights furthest from rank 0's", 0.0 if name == "summed" else None, apart)
     last = tuple(found[0][name]["losses"][-1] for name in ("summed", "forgotten"))
@@ -175,30 +181,36 @@ def norm_gradients(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Ro
     yield row("a rank's own gradient of the last norm: cosine with the sum", None, found[1]["forgotten"]["cosine"])
 
 
-@titled("the vocabulary's rows on 4 ranks")
+@titled("the vocabulary's rows on 4 ranks", open_rows=2)
 def unmasked(found: dict[str, Any] | None = None) -> Iterator[Row]:
     found = found or _accidents("embedding")[0]
     masked, wrong = found["masked"], found["unmasked"]
     yield row("relative error of the embeddings", None, found["relative error"])
-    yield row("first loss: masked, not masked", None, (masked[0], wrong[0]))
     yield row(f"loss after {len(masked)} steps: masked, not masked", None, (masked[-1], wrong[-1]))
+    yield row("first loss: masked, not masked", None, (masked[0], wrong[0]))
 
 
-@titled("gradient norm on 4 ranks")
+@titled("gradient norm on 4 ranks", open_rows=2)
 def grad_norm(ways: Sequence[dict[str, float]] | None = None) -> Iterator[Row]:
     ways = ways or _accidents("norm")
     whole, copies = ways[0]["whole"], ways[0]["replicated"]
     yield row("by every rank's own parts", None, tuple(way["local"] for way in ways))
+    yield row("every parameter once; all squares added", None, (whole, ways[0]["naive"]))
     one_process = sum(way["local"] ** 2 - way["replicated"] ** 2 for way in ways) + copies**2
-    yield row("every parameter once", one_process**0.5, whole, "", 1e-9)
+    yield row("    every parameter once: that of one process", one_process**0.5, whole, "", 1e-9)
     naive = (whole**2 + (WORLD - 1) * copies**2) ** 0.5
-    yield row("all squares added: √(norm² + (t-1)·replicated²)", naive, ways[0]["naive"], "", 1e-9)
+    yield row("    all squares added: √(norm² + (t-1)·replicated²)", naive, ways[0]["naive"], "", 1e-9)
 
 
-@titled("{whose}", open_rows=1, show="gradient of x")
-def bug_hunt(found: dict[str, list[float]], whose: str) -> Iterator[Row]:
+@titled("this MLP on 4 ranks", open_rows=1, show="gradient of x")
+def bug_hunt(found: dict[str, list[float]]) -> Iterator[Row]:
     for name, errors in found.items():
         yield row(f"{name}: relative error, by rank", None, tuple(errors))
+
+
+@titled("yours")
+def without_the_bug(found: dict[str, list[float]]) -> Iterator[Row]:
+    yield row("output and all gradients: largest relative error", None, max(map(max, found.values())))
 
 
 @titled("column, GELU, row on 4 ranks")
@@ -218,7 +230,7 @@ def slow_link(found: dict[str, Any]) -> Iterator[Row]:
     yield formula("tokens at which both would send the same", links.equal_tokens(MODEL))
 
 
-@titled(f"sent per rank and step, {torch_peers.ROWS * SEQ} tokens, 2 ranks")
+@titled(f"sent per rank and step, {torch_peers.ROWS * SEQ} tokens, 2 ranks", open_rows=1, show="itself|sequence")
 def peers(found: dict[str, dict[str, Any]]) -> Iterator[Row]:
     ours = found[torch_peers.OURS]
     yield row("minillm: by the ledger", steps.step_bytes(Setup(2, rows=torch_peers.ROWS)), ours["ledger"], "B")

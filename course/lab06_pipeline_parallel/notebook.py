@@ -502,7 +502,7 @@ print(experiments_breaks.deadlock())
 
 # %%
 print(inspect.getsource(experiments_breaks.Suspect))
-receipts.bug_hunt(experiments_breaks.bug_hunt(experiments_breaks.Suspect), "this stage")
+receipts.bug_hunt(experiments_breaks.bug_hunt(experiments_breaks.Suspect))
 
 # %% [markdown]
 # Which line is wrong? Why is only stage 1 wrong under 1F1B, and why is stage 0 right even under GPipe? Then check your
@@ -518,7 +518,7 @@ receipts.bug_hunt(experiments_breaks.bug_hunt(experiments_breaks.Suspect), "this
 # </details>
 
 # %%
-receipts.bug_hunt(experiments_breaks.bug_hunt(Stage), "your stage")
+receipts.without_the_bug(experiments_breaks.bug_hunt(Stage))
 
 # %% [markdown]
 # ## Where it loses

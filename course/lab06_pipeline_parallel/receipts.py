@@ -33,7 +33,7 @@ def _quick_job(name: str) -> Job:
     return Job(name, 4, 8, (0.01,) * 4)
 
 
-@titled("4 stages, 8 microbatches: idle share of the step")
+@titled("4 stages, 8 microbatches: idle share of the step", open_rows=2)
 def idle_share(guess: float | None = None, n: int = 4, m: int = 8) -> Iterator[Row]:
     due, found = predict.idle_share(n, m), simulate(schedules.gpipe(n, m)).idle_share
     yield row(f"{n} stages, {m} microbatches: (n-1)/(M+n-1)", due, found, "", 1e-9, guess=guess, kind="simulated")
@@ -42,24 +42,24 @@ def idle_share(guess: float | None = None, n: int = 4, m: int = 8) -> Iterator[R
     yield formula("    idle time over useful time, (n-1)/M", predict.overhead(4, 4))
 
 
-@titled("the printed chart beside the simulator's")
+@titled("the printed chart beside the simulator's", open_rows=2)
 def printed_chart() -> Iterator[Row]:
     chart = schedules.parse_chart(PRINTED_CHART)
     right = simulate(schedules.one_f_one_b(4, 8), Durations(F=1, B=1, W=0))
     yield row("printed chart: its orders are 1F1B's", True, chart.schedule.orders == right.schedule.orders)
     yield row("    gradients used before they are made, of 24", 24, len(schedules.violations(chart)), kind="simulated")
-    yield row("    idle share: as printed, of a chart that is possible", None, (chart.idle_share, right.idle_share))
+    yield row("idle share: as printed, of a chart that is possible", None, (chart.idle_share, right.idle_share))
 
 
 @titled("what the split gains")
 def splitting(n: int = 4) -> Iterator[Row]:
     idle = {name: simulate(schedules.SCHEDULES[name](n, 2 * n)).idle[0] for name in ("1f1b", "zero_bubble")}
-    yield row(f"{n} stages, F = I = W = 1: idle slots of a stage, 1F1B", 3 * (n - 1), idle["1f1b"], kind="simulated")
-    third = predict.zero_bubble_idle(n, 1, 2, 1)
-    yield row("    zero bubble: a third of them", third, idle["zero_bubble"], kind="simulated")
+    due = 3 * (n - 1), predict.zero_bubble_idle(n, 1, 2, 1)
+    name = f"{n} stages, F = I = W = 1: idle slots of a stage, 1F1B and zero bubble"
+    yield row(name, due, tuple(idle.values()), kind="simulated")
 
 
-@titled("4 stages on emulated devices: time of a step")
+@titled("4 stages on emulated devices: time of a step", open_rows=1)
 def step_times(found: Findings | None = None) -> Iterator[Row]:
     """Of one step on emulated devices."""
     tolerance = 0.3 if found else 0.6  # quick stages: a busy machine is slower than its plan
@@ -69,11 +69,11 @@ def step_times(found: Findings | None = None) -> Iterator[Row]:
         yield row(f"{job.schedule}, {job.microbatches} microbatches", plan, took, "s", tolerance, noisy=True)
 
 
-@titled("4 stages, 8 microbatches")
+@titled("4 stages, 8 microbatches", open_rows=2)
 def held(found: Findings | None = None) -> Iterator[Row]:
     """Microbatches in flight by stage, and gradients beside one process."""
-    found = found or _quick()
-    for job, ranks in found.items():
+    found, told = found or _quick(), ("1f1b", "interleaved")  # of these two the text speaks
+    for job, ranks in sorted(found.items(), key=lambda each: each[0].schedule not in told):
         n, m, name = job.stages, job.microbatches, job.schedule
         due = {
             "gpipe": [predict.in_flight_gpipe(m)] * n,
@@ -89,11 +89,11 @@ def held(found: Findings | None = None) -> Iterator[Row]:
     yield row("every schedule: gradients of one process (within 1e-12)", True, worst < EXACT)
 
 
-@titled("activations of stage 0 at most; predicted: in flight x one microbatch")
+@titled("activations of stage 0 at most; predicted: in flight x one microbatch", open_rows=1)
 def activation_bytes() -> Iterator[Row]:
     """Of stage 0 at its fullest moment, from one microbatch's bytes and the number in flight."""
     one = Job("gpipe", microbatches=1, speed=None, census=True)
-    jobs = [replace(one, schedule=name, microbatches=8) for name in ("gpipe", "1f1b", "interleaved")]
+    jobs = [replace(one, schedule=name, microbatches=8) for name in ("1f1b", "gpipe", "interleaved")]
     census = experiments.run([one, *jobs])
     for job in jobs:
         due = int(schedules.peak_in_flight(job.built)[0] * census[one][0].activation)
@@ -106,9 +106,10 @@ def sent(
 ) -> Iterator[Row]:
     """Messages of 1F1B and of interleaving, bytes, and DualPipe's second copy of the parameters."""
     found, plain, dual = found or _quick(), plain or _quick_job("1f1b"), dual or _quick_job("dualpipe")
-    for job, chunks in ((plain, 1), (replace(plain, schedule="interleaved"), 2)):
-        due, width = predict.sends(job.stages, job.microbatches, chunks), experiments.MODEL.hidden_size
-        yield row(f"{job.schedule}: messages, 2M(nv-1)", due, sum(rank.messages for rank in found[job]))
+    width, both = experiments.MODEL.hidden_size, (plain, replace(plain, schedule="interleaved"))
+    due = tuple(predict.sends(job.stages, job.microbatches, chunks) for job, chunks in zip(both, (1, 2), strict=True))
+    messages = tuple(sum(rank.messages for rank in found[job]) for job in both)
+    yield row(f"messages, 2M(nv-1): {plain.schedule}, interleaved", due, messages)
     whole = sum(rank.bytes for rank in found[plain])
     due = predict.sent_bytes(plain.stages, plain.microbatches * ROWS, SEQ, width, 8)
     yield row(f"{plain.schedule}: bytes, 2(n-1)·B·S·H·b", due, whole, "B")
@@ -119,52 +120,56 @@ def sent(
     yield row("DualPipe: parameters on all ranks / the model's", 2, twice / once)
 
 
-@titled("PipeDream, 4 stages")
+@titled("PipeDream, 4 stages", open_rows=1)
 def asynchronous() -> Iterator[Row]:
     late = stale.play(4, 16)
     versions, updates = (tuple(f(4, s) for s in range(4)) for f in (predict.weight_versions, predict.staleness))
-    yield row("PipeDream: weight versions kept, by stage: n - s", versions, tuple(late.versions))
-    yield row("    updates a gradient is late: n - 1 - s", updates, tuple(late.late))
-    yield row("    gradients off from those of one process, by stage", None, tuple(late.off))
+    both = (versions, updates), (tuple(late.versions), tuple(late.late))
+    yield row("versions kept, n - s, and updates a gradient is late, n - 1 - s, by stage", *both)
+    yield row("gradients off from those of one process, by stage", None, tuple(late.off))
 
 
-@titled("one model, three scales", open_rows=5)
+@titled("one model, three scales", open_rows=2)
 def scaled(found: dict[str, Any]) -> Iterator[Row]:
     ratios = {
         "divided": 1,
         "not divided": experiments_breaks.MICROBATCHES,
         "divided twice": 1 / experiments_breaks.MICROBATCHES,
     }
-    for name, ratio in ratios.items():
-        yield row(f"loss {name}: gradient / that of one process", ratio, found[name]["ratio"], "", 1e-6)
-    for optimizer in ("AdamW", "SGD"):
-        last = tuple(found[name][optimizer][-1] for name in ratios)
-        yield row(f"    the three losses after 6 steps of {optimizer}", None, last)
+    measured = tuple(round(found[name]["ratio"], 6) for name in ratios)
+    yield row(f"gradient / that of one process: loss {', '.join(ratios)}", tuple(ratios.values()), measured)
+    last = (tuple(found[name][optimizer][-1] for name in ratios) for optimizer in ("AdamW", "SGD"))
+    yield row("the three losses after 6 steps of AdamW, and of SGD", None, tuple(last))
 
 
-@titled("two copies of one matrix, relative distance")
+@titled("two copies of one matrix, relative distance", open_rows=1)
 def tied(found: dict[str, list[float]]) -> Iterator[Row]:
-    for name, apart in found.items():
+    for name, apart in reversed(found.items()):
         yield row(f"{name}: distance of the two copies after 1 and 6 steps", None, (apart[0], apart[-1]))
 
 
-@titled("norm of one gradient on 2 stages")
+@titled("norm of one gradient on 2 stages", open_rows=2)
 def norms(found: Sequence[dict[str, float]]) -> Iterator[Row]:
     whole = found[0]["one process"]
     yield row(
         "the whole gradient's norm; stage 0's own, stage 1's own", None, (whole, *(f["this stage"] for f in found))
     )
     yield row("root of the sum of both squares", None, found[0]["all stages hold"])
-    yield row("    every parameter once", whole, found[0]["each parameter once"], "", 1e-6)
+    yield row("every parameter once", whole, found[0]["each parameter once"], "", 1e-6)
 
 
-@titled("gradients of {whose}")
-def bug_hunt(found: dict[str, list[float]], whose: str) -> Iterator[Row]:
-    for name, errors in found.items():
+@titled("gradients of this stage", open_rows=2)
+def bug_hunt(found: dict[str, list[float]]) -> Iterator[Row]:
+    for name, errors in reversed(found.items()):
         yield row(f"{name}: relative error of the gradient, by stage", None, tuple(errors))
 
 
-@titled("GPipe on uneven stages, 8 microbatches")
+@titled("gradients of your stage")
+def without_the_bug(found: dict[str, list[float]]) -> Iterator[Row]:
+    yield row("largest relative error, in every order of work", None, max(map(max, found.values())))
+
+
+@titled("GPipe on uneven stages, 8 microbatches", open_rows=2)
 def uneven(found: Findings, cuts: dict[str, Job]) -> Iterator[Row]:
     for cut, job in cuts.items():
         closed = predict.uneven_makespan(job.speed, [2 * f for f in job.speed], 8)
@@ -173,9 +178,9 @@ def uneven(found: Findings, cuts: dict[str, Job]) -> Iterator[Row]:
     yield formula("if all stages could cost the same", predict.makespan(4, 8, FORWARD_S, 2 * FORWARD_S), "s")
 
 
-@titled("torch.distributed.pipelining, 4 microbatches")
+@titled("torch.distributed.pipelining, 4 microbatches", open_rows=1)
 def peers(theirs: Sequence[dict[str, Any]]) -> Iterator[Row]:
-    for name in theirs[-1]:
+    for name in sorted(theirs[-1], key=lambda name: "False" not in name):
         scale, ratio = (4 if "False" in name else 1), max(rank[name]["ratio"] for rank in theirs)
         yield row(f"{name}: gradient / that of one process", scale, ratio, "", 1e-6)
     yield row("every loss is minillm's", True, max(map(_off(theirs), theirs[-1])) < 1e-9)

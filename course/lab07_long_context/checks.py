@@ -55,9 +55,10 @@ def check_merge(learner: Callable) -> Receipt:
 
 def _halves(spread: float, unseen: str) -> list[tuple[Tensor, Tensor]]:
     """(output, lse) over the first keys, over the others and over all. unseen: which half query 0 does not see."""
-    queries, split, keys = 4, random.randint(3, 6), 9
+    queries, dim = random.sample(range(3, 15), 2)
+    split, keys = random.randint(3, 6), 9
     hidden = {"first": slice(split), "second": slice(split, None), "both": slice(None)}
-    scores, values = spread * torch.randn(queries, keys, dtype=torch.float64), torch.randn(keys, DIM).double()
+    scores, values = spread * torch.randn(queries, keys, dtype=torch.float64), torch.randn(keys, dim).double()
     if unseen:
         scores[0, hidden[unseen]] = NONE
     return [_softmax(scores[:, part], values[part]) for part in (slice(split), slice(split, None), slice(None))]
@@ -132,10 +133,11 @@ def _off(mine: Tensor, wanted: Tensor) -> float:
 def check_forward(learner: Callable) -> Receipt:
     worst = 0.0
     # Scores of some thousands: exp overflows unless each query's largest score so far was subtracted.
-    for seq, spread in ((TILE, 1.0), (5 * TILE, 1.0), (4 * TILE + random.randint(1, TILE - 1), 1000.0), (7, 1.0)):
+    for seq, spread, tile in (*_cases(1000.0), (7, 1.0, TILE)):
         q, k, v = _draw(seq, spread)
-        found, right = learner(q.clone(), k.clone(), v.clone(), TILE), _attention(q, k, v)
-        worst = max(worst, _compare(found, right, ("output", "lse"), f"{seq} positions in tiles of {TILE}"))
+        k[seq // 2] = 0  # scores of exactly 0, on both sides of the diagonal
+        found, right = learner(q.clone(), k.clone(), v.clone(), tile), _attention(q, k, v)
+        worst = max(worst, _compare(found, right, ("output", "lse"), f"{seq} positions in tiles of {tile}"))
     rows = [row("largest difference from softmax over all keys (below 1e-9)", True, worst < 1e-9)]
     return receipt("attention in tiles", [*rows, *_frugal(lambda q, k, v: learner(q, k, v, TILE), 4, _draw)])
 
@@ -156,13 +158,24 @@ def check_forward(learner: Callable) -> Receipt:
 @one_thread()
 def check_backward(learner: Callable) -> Receipt:
     worst, names = 0.0, ("dq", "dk", "dv")
-    for seq, spread in ((TILE, 1.0), (5 * TILE, 1.0), (4 * TILE + random.randint(1, TILE - 1), 20.0)):
+    for seq, spread, tile in _cases(20.0):
         *given, right = _backward_case(seq, spread)
-        found = learner(*(x.clone() for x in given), TILE)
-        worst = max(worst, _compare(found, right, names, f"{seq} positions in tiles of {TILE}"))
+        found = learner(*(x.clone() for x in given), tile)
+        worst = max(worst, _compare(found, right, names, f"{seq} positions in tiles of {tile}"))
     rows = [row("largest difference from autograd through softmax (below 1e-9)", True, worst < 1e-9)]
     frugal = _frugal(lambda *given: learner(*given, TILE), 10, lambda seq: _backward_case(seq, 1.0)[:-1])
     return receipt("gradients in tiles", [*rows, *frugal])
+
+
+def _cases(large: float) -> list[tuple[int, float, int]]:
+    """Positions, spread of the scores and tile: one tile, whole ones, a shorter last one, tiles of a drawn size."""
+    tile = random.choice((5, 6, 9, 12))
+    return [
+        (TILE, 1.0, TILE),
+        (5 * TILE, 1.0, TILE),
+        (4 * TILE + random.randint(1, TILE - 1), large, TILE),
+        (3 * tile + 1, 1.0, tile),
+    ]
 
 
 def _draw(seq: int, spread: float = 1.0) -> list[Tensor]:

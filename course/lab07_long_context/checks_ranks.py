@@ -117,6 +117,10 @@ def _judge_ring(case: RingCase, found: Sequence[RingRecord]) -> list:
         name, wanted = f"rank {rank} of {n}", right[case.positions[rank]]
         expect_like(name, did.result, wanted, "its output [seq / N, head_dim]")
         expect_tensor(f"{name}: the output", did.result, wanted.shape)
+        if strange := [source for source in did.attended if source not in range(n)]:
+            raise CheckFailed(
+                f"{name} attends to the block of rank {strange[0]}: ranks are 0 to {n - 1}, so take it modulo N"
+            )
         if len(did.attended) != len(set(did.attended)):
             raise CheckFailed(f"{name} attends to the blocks {list(did.attended)}: each is needed once")
         if not torch.allclose(did.result, wanted, rtol=1e-9, atol=1e-9):

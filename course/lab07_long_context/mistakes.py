@@ -111,6 +111,12 @@ mistake(
 )
 mistake(
     "tiled-forward",
+    "a mask made of the scores",
+    {"torch.ones_like(scores).triu(1).bool()": "scores.triu(1).bool()"},
+    says="A score of exactly 0 is no reason to see a later key: make the mask of ones, not of scores.",
+)
+mistake(
+    "tiled-forward",
     "a mask without the tile's offset",
     {"range(0, first + tile, tile)": "range(0, len(k), tile)", "if start == first:": "if True:"},
     says="The mask compares places in the tiles. Positions are what counts: add where the tiles of queries and keys "

@@ -7,6 +7,15 @@ from course.kit.exercises import alternative, mistake
 
 right = answers_of("07_long_context")
 
+# A ring.
+
+mistake(
+    "ring-attention",
+    "ranks below 0",
+    {"attend(q, *block, (rank - step) % n)": "attend(q, *block, rank - step)"},
+    expect="so take it modulo N",
+)
+
 # Who holds what.
 
 

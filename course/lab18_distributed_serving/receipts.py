@@ -20,50 +20,50 @@ ANSWERS = answers_of("18_distributed_serving")
 # One engine on two ranks.
 
 
-@titled("the target on 2 ranks: a decode step of one greedy sequence", open_rows=4, show="Llama")
+@titled("the target on 2 ranks: a decode step of one greedy sequence", open_rows=3, show="Llama")
 def decode_step(found: TwoRanks | None = None, guess_reduces: float | None = None) -> Iterator[Row]:
     """P98: what a rank holds and a step sends under tensor parallelism, by formula and by the ledger."""
     found = found or experiments.two_ranks()
     shape, tp = found.shape, found.tp
     calls = ranks.step_calls(shape, 2, 1, likeliest=1)
-    yield row("tokens of a plain loop in one process", True, tp.ids == found.alone)
-    yield row("parameters on rank 0: matrices / 2, norms whole", ranks.weight_bytes(shape, 2, 1), tp.parameters)
     yield row("all-reduces: 2 a layer and the embedding's", 2 * shape.num_layers + 1, tp.all_reduces)
     yield row("bytes that rank 0 sends in collectives", ranks.sent_bytes(calls, 2), tp.collectives, "B")
     yield row("bytes of the message that tells the step", _message(), tp.told, "B")
     yield formula("Llama 3 70B: all-reduces a token, in its layers", 2 * 80, guess=guess_reduces)
+    yield row("tokens of a plain loop in one process", True, tp.ids == found.alone)
+    yield row("parameters on rank 0: matrices / 2, norms whole", ranks.weight_bytes(shape, 2, 1), tp.parameters)
 
 
 def _message() -> int:
     return ranks.message_bytes(ranks.step_numbers(1, 1, 1))
 
 
-@titled("the target in 2 stages", open_rows=3)
+@titled("the target in 2 stages", open_rows=2)
 def engine_of_stages(found: TwoRanks | None = None) -> Iterator[Row]:
     """What a decode step sends under pipeline parallelism."""
     found = found or experiments.two_ranks()
-    yield row("greedy tokens: those of one process", True, found.pp.ids == found.alone)
     yield row("bytes to the next stage: h numbers", ranks.hidden_bytes(found.shape, 1), found.pp.hidden, "B")
     yield row("four answers: steps under way", 2, found.flight)
+    yield row("greedy tokens: those of one process", True, found.pp.ids == found.alone)
     yield row("collectives", 0, found.pp.all_reduces)
 
 
 # Stages.
 
 
-@titled("32 sequences of 20 tokens, 4 stages", open_rows=4)
+@titled("32 sequences of 20 tokens, 4 stages", open_rows=2)
 def stages(next_batch: Callable | None = None) -> Iterator[Row]:
     """Seconds of batches that move through a pipeline: everybody at once, and a share for each stage."""
     next_batch = next_batch or ANSWERS.next_batch
     count, sequences, tokens = 4, 32, 20
     shares = play(Trace.at_once(sequences, tokens), count, partial(_with, next_batch, count))
     whole = play(Trace.at_once(sequences, tokens), count, lambda running, flight: [] if flight else running)
+    for name, per in (("reading is all", 0.0), ("8 sequences take as long as reading", 1 / 8)):
+        many, one = shares.ticks * (1 + per * sequences / count), whole.ticks * (1 + per * sequences)
+        yield formula(f"{name}: seconds of one batch over those of shares", one / many)
     yield row("a share each: ticks until the last token", count * tokens + count - 1, shares.ticks,
               kind="simulated")  # fmt: skip
     yield row("one batch of everybody: ticks", count * tokens, whole.ticks, kind="simulated")
-    for name, per in (("reading is all", 0.0), ("8 sequences take as long as reading", 1 / 8)):
-        many, one = shares.ticks * (1 + per * sequences / count), whole.ticks * (1 + per * sequences)
-        yield formula(f"    {name}: seconds of one batch over those of shares", one / many)
 
 
 def _with(next_batch: Callable, count: int, running: list, flight: list) -> list:
@@ -88,16 +88,16 @@ def over_links(found: list[Linked] | None = None, guess_slower: float | None = N
         row("two replicas: tokens per second", 2 / replicas.predicted, 2 / replicas.measured, "", 0.25, noisy=True)
     )
     rows.append(row("two ranks of one, 8 ms: the same", 1 / split.predicted, 1 / split.measured, "", 0.25, noisy=True))
-    return receipt("a token over emulated links", rows, open_rows=2, show="24 ms|slower|tokens per second|of one")
+    return receipt("a token over emulated links", rows, open_rows=1, show="24 ms|slower|tokens per second|of one")
 
 
 # Hand-overs.
 
 
-@titled("a prompt of 2,000 tokens", open_rows=2, show="the target")
+@titled("a prompt of 2,000 tokens", open_rows=1, show="the target")
 def bytes_handed(guess_megabytes: float | None = None) -> Iterator[Row]:
     """P97, by formula and in a cache."""
-    for model in ("8B", "70B"):
+    for model in ("70B", "8B"):
         handed = handover.handed_bytes(formulas.shape_of(model), 2000)
         guess = guess_megabytes if model == "70B" else None
         yield formula(f"Llama 3 {model}: MB handed over", handed / 1e6, guess=guess)
@@ -108,7 +108,7 @@ def bytes_handed(guess_megabytes: float | None = None) -> Iterator[Row]:
     yield row(f"the target: slots of {tokens} tokens in an engine's pool", predicted, held, "B")
 
 
-@titled("200 tokens, prefilled by a pool in a process of its own", open_rows=4)
+@titled("200 tokens, prefilled by a pool in a process of its own", open_rows=2, show="leaves before")
 def from_a_pool() -> Iterator[Row]:
     """P97 in the engine: what arrives, when it leaves, and the tokens."""
     found = experiments_pool.with_a_pool()
@@ -129,7 +129,7 @@ def hidden(found: list[Handed] | None = None, guess_hidden: float | None = None)
     name = "layer by layer: hidden share of the transfer"
     rows.append(row(name, share, found[1].hidden, "", 0.15, guess=guess_hidden, noisy=True))
     rows.append(formula("    with Llama 3 70B's 80 layers", handover.hidden_share(80, 1.0, 0.5)))
-    return receipt("8 layers of 20 ms, a link that takes half as long", rows, open_rows=3)
+    return receipt("8 layers of 20 ms, a link that takes half as long", rows, open_rows=2, show="hidden share")
 
 
 def interference(found: list[Played] | None = None) -> Table:
@@ -175,12 +175,9 @@ def splits(guess_prefill: float | None = None) -> Receipt:
         "Llama 3 70B on 16 H100, prompts of 4,000, answers of 250; TTFT 1.5 s, TPOT 40 ms",
         [
             formula("apart: cards that prefill", prefilling, guess=guess_prefill),
-            formula("    requests per second", apart.rate),
-            formula("    longest gap between two tokens", apart.gap, "s"),
-            formula("together: requests per second", together.rate),
-            formula("    longest gap between two tokens", together.gap, "s"),
+            formula("requests per second: apart, together", (apart.rate, together.rate)),
+            formula("longest gap between two tokens: apart, together", (apart.gap * 1e3, together.gap * 1e3), "ms"),
         ],
-        open_rows=5,
     )
 
 

@@ -4,14 +4,30 @@ import itertools
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from course.kit import course, masters
+from course.kit.card import Card
 from course.kit.minutes import lab_title
+from course.kit.receipts import receipt, row
 
 ROOT = Path(__file__).parents[3]
 MASTERS = course.masters(ROOT)
 COLUMNS = 100  # of code; JupyterLab cuts what is longer in a window of 1280 pixels
+FEW = 25  # rows of receipts that a lab keeps open
+MOST_OPEN = {  # labs that keep more: the numbers may only fall
+    "02": 26,
+    "08": 49,
+    "09": 73,
+    "10": 66,
+    "11": 32,
+    "13": 41,
+    "16": 29,
+    "17": 45,
+    "19": 51,
+}
+RECEIPT, CARD = "border-collapse:collapse;margin:4px 0", "border-left:4px solid"
 
 
 @pytest.mark.parametrize("lab", MASTERS)
@@ -41,3 +57,31 @@ def test_a_lab_ends_with_a_link_to_the_next(lab, following):
     if following is not None:
         link = f"[{lab_title(masters.lab(MASTERS[following]))}]({following}.ipynb)"
     assert link in text.source.split("\n\n")[-1], f"{lab}: the last paragraph should hold {link}"
+
+
+def open_rows(notebook: nbformat.NotebookNode) -> int:
+    """Rows of receipts that a reader sees without opening anything; those of checks and those that are off are not
+    counted, since a card shows one row and what is off is never folded."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    pages = ["".join(output["data"]["text/html"]) for output in outputs if "text/html" in output.get("data", {})]
+    receipts = [page for page in pages if RECEIPT in page and CARD not in page]
+    shown = [re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL) for page in receipts]
+    rows = [row for page in shown for body in page.split("<tbody>")[1:] for row in body.split("<tr ")[1:]]
+    return sum("✗" not in row for row in rows)
+
+
+@pytest.mark.parametrize("lab", MASTERS)
+def test_receipts_show_what_the_text_speaks_of(lab):
+    shown = open_rows(nbformat.read(ROOT / "solutions" / f"{lab}.ipynb", as_version=4))
+    assert shown <= MOST_OPEN.get(lab[:2], FEW), f"{lab}: {shown} rows are open: fold those of which no text speaks"
+
+
+def test_open_rows_are_counted_as_a_page_shows_them():
+    rows = [row(name, 1, 1) for name in "abcde"]
+    pages = [receipt("", [*rows, row("wrong", 1, 2)])._repr_html_(), repr(Card("", receipt=receipt("", rows)))]
+    card = Card("passed", receipt=receipt("", rows))._repr_html_()
+    cells = [
+        nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("display_data", {"text/html": page})])
+        for page in (*pages, card)
+    ]
+    assert open_rows(nbformat.v4.new_notebook(cells=cells)) == 3
