@@ -17,19 +17,7 @@ ANSWERS = answers_of("13_paged_attention")
 
 
 SEPARATORS = ("", "|", ":", ",", "/", "-", "_", ";", " ", "#", ".", "+", "=", "\0", "\n")  # put between two names
-LABELS = (
-    "",
-    "{name}",
-    "{name}=",
-    "{name}:",
-    "{letter}",
-    "{letter}=",
-    "{letter}:",
-    "+",
-    "False",
-    "0",
-    "1",
-)  # before one
+LABELS = ("", "{name}", "{name}=", "{name}:", "{letter}", "{letter}=", "{letter}:", "+", "0", "1")  # before the second
 
 
 class Entry(NamedTuple):
