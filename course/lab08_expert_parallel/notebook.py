@@ -12,8 +12,7 @@
 # 2. Which tokens does an expert see, and over which ranks is its gradient summed, divided by what?
 # 3. What happens when experts are not asked for equally: to the time, to the tokens, to the loss?
 #
-# Labs 03 to 07 divided the batch, the state, the matrices, the layers and the sequence. In all of them a token met
-# every weight. Here it meets a few, and which ones is decided while it runs.
+# In labs 03 to 07 a token met every weight. Here it meets a few, and which ones is decided while it runs.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -235,14 +234,13 @@ receipts.collapse(trainings)
 
 # %% [markdown]
 # Four times the mean is the worst there is for top 2 of 8. Without balancing the router comes close to it within a few
-# steps: two experts take most pairs, a third takes most of the rest, and some are dead weight. Later it spreads out a
-# little by itself, and stays far from even. Both cures bring all experts back. They differ in what they cost: the loss
-# pulls on the router's weights and so could compete with the task; the bias pulls on nothing, but overshoots when its
-# step is large (the flicker in the picture). DeepSeek's step is 0.001 over a few hundred thousand steps, the one here
-# 0.01 over 80. What balance costs in the loss, the last row says: a hundredth of a nat or so in either direction, which
-# is what another seed changes, too.
+# steps: two experts take most pairs, and some are dead weight. Both cures bring all experts back. They differ in what
+# they cost: the loss pulls on the router's weights and so could compete with the task; the bias pulls on nothing, but
+# overshoots when its step is large (the flicker in the picture; DeepSeek's step is 0.001 over a few hundred thousand
+# steps, the one here 0.01 over 80). The second row says what balance costs in the loss: no more than another seed
+# changes, in either direction.
 #
-# What the routers would have dropped. Cured ones drop several times what chance would: balance over a batch is not
+# What would these routers drop? Cured ones drop several times what chance would, because balance over a batch is not
 # balance within each of its sequences.
 
 # %%
@@ -381,14 +379,14 @@ broken = experiments.expert_gradient_bug_on_ranks()
 receipts.expert_gradient_bug(broken)
 
 # %% [markdown]
-# The loss falls as it should: Adam divides every gradient by its own size, so a factor disappears. Where would it show?
-# In SGD, in the norm that is logged, and in clipping: gradients of experts that are too large scale those of all other
-# weights down, and ep 4 learns otherwise than ep 1.
+# The loss falls as it should: Adam divides every gradient by its own size, so a factor disappears. It shows in SGD, in
+# the norm that is logged, and in clipping: gradients of experts that are too large scale those of all other weights
+# down, and ep 4 learns otherwise than ep 1.
 #
 # ### 6. Find the bug (15 minutes)
 #
-# Two questions. *Whose tokens* has an expert's gradient on this rank seen before anything is reduced? And by what must
-# the sum over `replicas` be divided, so that every token of the batch counts once? Then write it right.
+# *Whose tokens* has an expert's gradient on this rank seen before anything is reduced? And by what must the sum over
+# `replicas` be divided, so that every token of the batch counts once? Then write it right.
 
 
 # %%
@@ -452,11 +450,11 @@ show(figures.draw_losses, found=trainings)
 receipts.beside_dense(trainings)
 
 # %% [markdown]
-# Eighty steps of a toy are no verdict, and the gap may go either way on another seed: experts have seen a quarter of
-# the tokens each. Only the timing is robust. Per FLOP experts are level with the dense model, or a little ahead; per
-# second they are behind, because eight small matrices are slower than one and sorting costs time. In runs of real
-# length the first gap is large ([Fedus et al. 2021](https://arxiv.org/abs/2101.03961) report up to 7 times faster
-# training at equal FLOPs per token); the second is what kernels and all-to-alls are tuned for.
+# Eighty steps of a toy are no verdict: each expert has seen a quarter of the tokens. Per FLOP experts are level with the
+# dense model or a little ahead, and another seed may turn that round. Per second they are behind, because eight small
+# matrices are slower than one and sorting costs time. In runs of real length the first gap is large
+# ([Fedus et al. 2021](https://arxiv.org/abs/2101.03961) report up to 7 times faster training at equal FLOPs per token);
+# the second is what kernels and all-to-alls are tuned for.
 #
 # ## Where it loses
 #
@@ -468,13 +466,11 @@ receipts.few_tokens()
 
 # %% [markdown]
 # With 64 tokens all 32 experts are touched, each for 4 rows: 16 times the weights are read for the same FLOPs. With
-# 1,024 tokens there are 64 rows for each, and the weights are read once for many. That is why servers of such models
-# want large batches, and why ep helps them: it brings more tokens to each expert.
+# 1,024 tokens there are 64 rows for each. That is why servers of such models want large batches, and why ep helps them:
+# it brings more tokens to each expert.
 #
-# - *Slow links*: on the emulated link above rows travelled 160 ms for 20 ms of work. Bytes do not fall with $N$ either:
-#   a rank sends $(N-1)/N$ of its rows however many ranks there are.
-# - *Small messages*: a decode step's all-to-all is $N-1$ messages per rank, twice per layer (in question A below 229 kB
-#   each at ep 32, 29 kB at ep 256): their number costs more than their bytes.
+# Small messages lose, too: a decode step's all-to-all is $N-1$ messages per rank, twice per layer (in question A below
+# 229 kB each at ep 32, 29 kB at ep 256), and their number costs more than their bytes.
 #
 # ## The same in production
 #
@@ -561,44 +557,31 @@ receipts.design_training()
 # the receiver has to know its splits.
 # </details>
 #
-# **3. Why is ep not another factor of the number of GPUs?**
-# <details><summary>Answer</summary>
-#
-# Attention is data-parallel over the same ranks. ep regroups dp ranks around the experts: dp / ep replicas of each
-# expert.
-# </details>
-#
-# **4. Over which ranks are gradients of experts summed, and by what are they divided?**
+# **3. Over which ranks are gradients of experts summed, and by what are they divided?**
 # <details><summary>Answer</summary>
 #
 # Over the dp / ep replicas, divided by dp (for means over each rank's tokens): each holds the sum over its expert group
 # already. Router and attention: over all dp.
 # </details>
 #
-# **5. Why does a router collapse, and what are the cures?**
+# **4. Why does a router collapse, and what are the cures?**
 # <details><summary>Answer</summary>
 #
 # Chosen experts learn and are chosen more. A loss E·Σ f·P on the probabilities, or a bias on the choice that follows
 # the load without a gradient. Noise, and experts that choose their tokens (which sees the future), are older ones.
 # </details>
 #
-# **6. The mean load is perfect, and still the layer is slow. Why?**
+# **5. The mean load is perfect, and still the layer is slow. Why?**
 # <details><summary>Answer</summary>
 #
 # All wait for the fullest rank in this step and this layer. Averages over steps hide it: log max / mean per step.
 # </details>
 #
-# **7. What does a capacity factor of 1 drop with a perfectly fair router?**
+# **6. What does a capacity factor of 1 drop with a perfectly fair router?**
 # <details><summary>Answer</summary>
 #
 # What chance puts above the mean: loads are binomial, so 9 % with 64 tokens and top 2 of 8, and 2 % with
 # 1,024 tokens.
-# </details>
-#
-# **8. Why are shared experts good for the network?**
-# <details><summary>Answer</summary>
-#
-# They need no exchange and run while rows travel: the journey hides behind them.
 # </details>
 #
 # ## Can you answer them now?

@@ -26,11 +26,11 @@ def _expert_gradients() -> list[dict[int, dict[str, float]]]:
     return experiments.expert_gradient_bug_on_ranks()
 
 
-@titled("two published models")
+@titled("two published models", open_rows=1)
 def two_models(guess_billion: float | None = None) -> Iterator[Row]:
     mixtral, big = architecture("mixtral-8x7b"), architecture("deepseek-v3")
     yield formula("Mixtral 8x7B: parameters", mixtral.parameters / 1e9, "billion", guess=guess_billion)
-    yield formula("    of which a token meets", mixtral.active_parameters / 1e9, "billion")
+    yield formula("Mixtral 8x7B: met by a token", mixtral.active_parameters / 1e9, "billion")
     yield formula("DeepSeek-V3: all, and met by a token", _billions(big), "billion")
 
 
@@ -38,20 +38,20 @@ def _billions(model) -> tuple[float, float]:
     return tuple(round(each / 1e9, 1) for each in (model.parameters, model.active_parameters))
 
 
-@titled("top 2 of more and more experts", open_rows=2, show="16 times|parameters grow to")
+@titled("top 2 of more and more experts", open_rows=2)
 def flops(found: dict[int, Size] | None = None) -> Iterator[Row]:
     found = found or experiments.sizes()
-    for count, size in found.items():
-        yield row(f"{count} experts, top {TOP_K}: FLOPs per token, counted", size.formula, size.counted, "FLOP")
-        yield row(f"    parameters with {count}", None, size.parameters)
     least, most = found[min(found)], found[max(found)]
     share = 2 * SMALL.num_layers * SMALL.hidden_size * (max(found) - min(found)) / least.formula
     grown = (most.counted - least.counted) / least.counted
     yield row("16 times the experts: FLOPs grow by the router's share alone", share, grown, "", 1e-9)
     yield row("    parameters grow to", None, most.parameters / least.parameters)
+    for count, size in found.items():
+        yield row(f"{count} experts, top {TOP_K}: FLOPs per token, counted", size.formula, size.counted, "FLOP")
+        yield row(f"    parameters with {count}", None, size.parameters)
 
 
-@titled("one layer of experts, 4 ranks")
+@titled("one layer of experts, 4 ranks", open_rows=2)
 def traffic(found: LayerTraffic | None = None) -> Iterator[Row]:
     found = found or experiments.traffic()
     one = moe.all_to_all_bytes(TOKENS, TOP_K, HIDDEN, 4, WORLD)
@@ -79,56 +79,56 @@ def two_levels(found: Sequence[dict[str, Journey]] | None = None) -> Iterator[Ro
     counted = all(each.across + each.inside == each.ledger_bytes for ranks in journeys.values() for each in ranks)
     yield row("bytes by where they go: together what the ledger says", True, counted)
     inside = tuple(ranks[0].inside for ranks in journeys.values())
-    yield row("    to the other rank of its node: flat, two levels", None, inside, "B")
+    yield row("bytes to the other rank of its node: flat, two levels", None, inside, "B")
     took = tuple(ranks[0].seconds for ranks in journeys.values())
     yield row("    seconds, link between nodes emulated: flat, two levels", None, took, "s", noisy=True)
 
 
-@titled("a layer's forward until all are done", open_rows=4)
+@titled("a layer's forward until all are done", open_rows=1)
 def fullest(found: Sequence[links.Load] | None = None) -> Iterator[Row]:
     for load in found or links.by_load():
         label = f"fullest rank {load.fullest:.1f} times the mean"
         yield row(label, load.predicted_s, load.measured_s, "s", tolerance=0.2, noisy=True)
 
 
-@titled("a layer's forward on 4 ranks, link and work emulated")
+@titled("a layer's forward on 4 ranks, link and work emulated", open_rows=2)
 def shared_experts(found: dict[str, links.Overlap] | None = None) -> Iterator[Row]:
-    for name, each in (found or links.overlap()).items():
+    alone, *both = (found or links.overlap()).items()
+    for name, each in (*both, alone):
         yield row(name, each.predicted_s, each.measured_s, "s", tolerance=0.35, noisy=True)
 
 
-@titled(f"{NUM_EXPERTS} experts, top {TOP_K}, after {STEPS} steps", open_rows=4)
+@titled(f"{NUM_EXPERTS} experts, top {TOP_K}, after {STEPS} steps", open_rows=2)
 def collapse(found: Trainings | None = None) -> Iterator[Row]:
     found = found or training.trainings()
     bare, *cured = (found[name].imbalance for name in ("no balancing", "balance loss", "bias"))
+    yield row("fullest expert / mean: no balancing, balance loss, bias", None, (bare, *cured))
+    losses = tuple(found[name].final_loss for name in ("no balancing", "balance loss", "bias"))
+    yield row("loss of the last ten steps, in the same order", None, losses, "nats")
     yield row(f"no balancing: fullest expert above 2.5 times the mean after {STEPS} steps", True, bare > 2.5)
     yield row("balance loss, bias: below twice the mean", True, max(cured) < 2)
-    yield row("    fullest / mean: no balancing, balance loss, bias", None, (bare, *cured))
-    losses = tuple(found[name].final_loss for name in ("no balancing", "balance loss", "bias"))
-    yield row("    loss of the last ten steps, in the same order", None, losses, "nats")
 
 
-@titled("one batch, places of each sequence", open_rows=5)
+@titled("one batch, capacity factor 1.25 in each sequence", open_rows=2)
 def drops(found: Trainings | None = None) -> Iterator[Row]:
     found = found or training.trainings()
     by_chance = moe.expected_dropped_share(SEQ, TOP_K, NUM_EXPERTS, 1.25)
-    yield formula("capacity factor 1.25: dropped by a router that chooses at random", by_chance)
+    yield formula("dropped by a router that chooses at random", by_chance)
     lost = {name: training.dropped(found[name], 1.25) for name in ("no balancing", "balance loss", "bias")}
-    for name, share in lost.items():
-        yield row(f"    {name}: share of pairs", None, share)
+    yield row("share of pairs dropped: no balancing, balance loss, bias", None, tuple(lost.values()))
     yield row("the collapsed router drops the most", True, lost["no balancing"] == max(lost.values()))
 
 
-@titled(f"{STEPS} steps of {BATCH * SEQ:,} bytes", open_rows=5)
+@titled(f"{STEPS} steps of {BATCH * SEQ:,} bytes", open_rows=2)
 def beside_dense(found: Trainings | None = None) -> Iterator[Row]:
     found = found or training.trainings()
     dense, experts = found["dense"], found["balance loss"]
+    yield row(f"loss after {STEPS} steps: dense, experts", None, (dense.final_loss, experts.final_loss), "nats")
+    worth = _loss_at(dense, experts.seconds), _loss_at(experts, dense.seconds)
+    yield row("loss at equal CPU time: dense, experts", None, worth, "nats", noisy=True)
     router = 6 * NUM_EXPERTS * training.DENSE.hidden_size * training.DENSE.num_layers * SEQ * training.BATCH
     yield row("FLOPs of a step: those of the dense model and the router's", dense.flops + router, experts.flops, "FLOP")
-    yield row(f"loss after {STEPS} steps: dense, experts", None, (dense.final_loss, experts.final_loss), "nats")
     yield row("    CPU seconds of all steps: dense, experts", None, (dense.seconds, experts.seconds), "s", noisy=True)
-    worth = _loss_at(dense, experts.seconds), _loss_at(experts, dense.seconds)
-    yield row("    loss at equal CPU time: dense, experts", None, worth, "nats", noisy=True)
 
 
 def _loss_at(run: Training, at_s: float) -> float:
@@ -137,21 +137,21 @@ def _loss_at(run: Training, at_s: float) -> float:
     return sum(run.losses[last - 10 : last]) / 10
 
 
-@titled("one layer forward, one core", open_rows=6)
+@titled("one layer forward, one core", open_rows=1, show="^64 tokens")
 def few_tokens(found: dict[int, links.FewTokens] | None = None) -> Iterator[Row]:
     found = found or links.few_tokens()
+    times = tuple(each.experts_s / each.dense_s for each in found.values())
+    sizes = ", ".join(f"{tokens:,}" for tokens in found)
+    yield row(f"CPU seconds, experts / dense: {sizes} tokens", None, times, noisy=True)
     for tokens, each in found.items():
         due = links.touched_formula(tokens)
         yield row(f"{tokens:,} tokens, top 2 of 32: experts touched", due, each.touched, "", tolerance=0.15)
-        yield row(
-            f"    {tokens:,} tokens: CPU seconds, experts / dense", None, each.experts_s / each.dense_s, noisy=True
-        )
 
 
-@titled("the shipped average on 4 ranks", open_rows=3, show="SGD|Adam|after clipping")
+@titled("the shipped average on 4 ranks", open_rows=1, show="SGD|Adam|after clipping")
 def expert_gradient_bug(found: Sequence[dict[int, dict[str, float]]] | None = None) -> Iterator[Row]:
     found = found or _expert_gradients()
-    for ep in (1, 2, 4):
+    for ep in (4, 2, 1):
         times = [rank[ep]["experts"] for rank in found]
         yield row(f"ep {ep}: experts' gradients, shipped / one process", float(ep), max(times), "", 1e-9)
     worst = max(rank[ep]["router"] for rank in found for ep in (1, 2, 4))
@@ -161,13 +161,13 @@ def expert_gradient_bug(found: Sequence[dict[int, dict[str, float]]] | None = No
     yield row("ep 4: the router's gradient after clipping / the right one", None, found[0][4]["clipped router"])
 
 
-@titled("32 tokens, top 2 of 8, capacity factor 1")
+@titled("32 tokens, top 2 of 8, capacity factor 1", open_rows=2)
 def neighbours(found: dict[str, int] | None = None) -> Iterator[Row]:
     found = found or experiments.neighbours_in_the_batch()
     shared, own = found["shared by the batch"], found["of each sequence"]
     yield row("capacity of each sequence: choices that a neighbour changes", 0, own)
-    yield row("capacity shared by the batch: a neighbour changes some choices", True, shared > 0)
-    yield row("    of 64 choices", None, shared)
+    yield row("capacity shared by the batch: choices of 64 that a neighbour changes", None, shared)
+    yield row("capacity shared by the batch: a neighbour changes some", True, shared > 0)
 
 
 # Design questions.

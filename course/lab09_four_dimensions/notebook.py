@@ -12,8 +12,7 @@
 # 2. Over which group is each gradient summed, and what goes wrong if an axis is left out or one too many is in it?
 # 3. How do you find a layout for a model, a cluster and a memory limit, and how do you know that it is a good one?
 #
-# Labs 03 to 07 each divided one thing: the batch, the state, the matrices, the layers, the sequence. Large runs combine
-# them, as in Llama 3's 16,384 GPUs = 8 (tensor) x 16 (pipeline) x 128 (data)
+# Labs 03 to 07 each divided one thing. Large runs combine them, as in Llama 3's 16,384 GPUs = 8 (tensor) x 16 (pipeline) x 128 (data)
 # ([Llama Team 2024](https://arxiv.org/abs/2407.21783), table 4).
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
@@ -311,11 +310,10 @@ estimate = check("layout-estimate", estimate)
 receipts.dropped(experiments_plan.estimates(estimate))
 
 # %% [markdown]
-# One in twenty-five fits, and the quickest of them is quick only in your estimate: according to the planner its step takes more
-# than three times as long. It gathers its weights over the network for each of 64 microbatches, and one sequence, which eight
-# GPUs share, is not enough work to hide that. "Gradients hide behind backward" was the assumption that failed. There is also more to
-# combine: recomputation, and interleaved stages (*chunks*), which shrink the bubble. The planner tries all of it with
-# the whole set of formulas; each point below is one layout.
+# One in twenty-five fits, and the quickest of them is quick only in your estimate: according to the planner its step
+# takes more than three times as long. It gathers its weights over the network for each of 64 microbatches, and one
+# sequence, which eight GPUs share, is not enough work to hide that. The planner also tries recomputation and interleaved
+# stages (*chunks*), which shrink the bubble; each point below is one layout.
 
 # %%
 show(figures.all_layouts)
@@ -344,20 +342,19 @@ my_plan = check("plan-for-64", my_plan)
 receipts.plans_table(my_plan())
 
 # %% [markdown]
-# tp 8, pp 8 is what many scripts begin with. It fits, and according to the planner it is a twentieth slower than the best: the
-# last stage has the head beside its layers, and the more stages there are, the longer the others wait for it.
+# tp 8, pp 8 is what many scripts begin with. It fits, and according to the planner it is a twentieth slower than the
+# best: the last stage has the head beside its layers, and the more stages there are, the longer the others wait for it.
 #
-# The same plan in every order of its axes:
+# Your plan in the fastest order of its axes and in the slowest:
 
 # %%
 receipts.orders(my_plan())
 
 # %% [markdown]
 # How far can such formulas be trusted? These are some of the runs whose authors published layout and speed. Five numbers
-# are fitted to every second run of a longer list: the share of the peak that matrix products reach on an A100 and on an
-# H100, the width at which they reach half of it, what communication beside computation costs, and the speed-up of 8 bits.
-# `python -m minillm plan --published` prints the list, and the error of the runs that were not fitted. Which terms the
-# formulas have was decided with all of them in view, so expect more of a run that is not there.
+# are fitted to every second run of a longer list; `python -m minillm plan --published` prints it, and the error of the
+# runs that were not fitted. Which terms the formulas have was decided with all of them in view, so expect a larger error
+# for a run that is not there.
 
 # %%
 receipts.published_table()
@@ -444,10 +441,9 @@ receipts.scaling(points)
 show(figures.draw_scaling, points=points)
 
 # %% [markdown]
-# From 2 to 4 ranks a rank sends 1.5 times the bytes, and the step takes many times as long: the *cliff*. It is not the
-# number of bytes, it is their link. Each of the ring's rounds now waits for a link that is ten times slower. Beyond it
-# the curve rises only slowly, since 2P(N-1)/N hardly grows. (This ring does not overlap with backward; lab 03 shows how
-# much of it that hides.)
+# From 2 to 4 ranks a rank sends 1.5 times the bytes, and the step takes many times as long: the *cliff*. Each of the
+# ring's rounds now waits for a link that is ten times slower. Beyond it the curve rises only slowly, since 2P(N-1)/N
+# hardly grows. (This ring does not overlap with backward; lab 03 shows how much of it that hides.)
 #
 # ## Where it loses
 #
@@ -458,11 +454,9 @@ receipts.simple_wins(runs)
 
 # %% [markdown]
 # The simplest layout reduces gradients once per step and multiplies whole matrices. Every further axis adds collectives
-# in every microbatch, a bubble, or both.
-#
-# The formula adds the links' seconds to a step that was measured without them. Where four ranks share fewer cores, one
-# rank computes while another waits for its message, so a step can take less than that sum, and a row of this receipt
-# can be off. The order of the layouts is what it shows.
+# in every microbatch, a bubble, or both. (The folded rows compare with a formula that adds the links' seconds to a step
+# measured without them. Where four ranks share fewer cores, one rank computes while another waits for its message, so a
+# row can be off.)
 #
 # ## Choosing, in order
 #
@@ -540,49 +534,35 @@ receipts.design_13b()
 #
 # ## Interview corner
 #
-# **1. How do you get a rank's tensor-parallel group from its number?**
-# <details><summary>Answer</summary>
-#
-# tp is innermost, so tp_index = rank % tp, and the group begins at rank - tp_index: consecutive ranks. In general:
-# stride = product of the sizes further in, index = rank // stride % size, neighbours are a stride apart.
-# </details>
-#
-# **2. Why does tp go inside the node and dp outside?**
+# **1. Why does tp go inside the node and dp outside?**
 # <details><summary>Answer</summary>
 #
 # Per layer and microbatch tp sends 8(t-1)/t · T · H elements that the next layer waits for. dp sends its gradients once
 # per step, 2(N-1)/N of the rank's parameters, behind backward. Frequency, volume and dependence all say the same.
 # </details>
 #
-# **3. Over which group is a norm's gradient reduced under sequence parallelism?**
+# **2. Over which group is a norm's gradient reduced under sequence parallelism?**
 # <details><summary>Answer</summary>
 #
 # dp x cp, as everything, and tp, because each tp rank saw a part of the sequence. Without sequence parallelism never
 # over tp: every rank has the whole gradient.
 # </details>
 #
-# **4. And an expert's?**
+# **3. And an expert's?**
 # <details><summary>Answer</summary>
 #
 # Over the ranks that hold the same expert: dp · cp / ep of them. Its ep group sent it their tokens, so their shares are
 # in its gradient already.
 # </details>
 #
-# **5. When does FSDP send less than tensor parallelism?**
-# <details><summary>Answer</summary>
-#
-# When the group's microbatch has more than about 4.5 · H tokens: 3 · 12H² against 8 · T · H. For H = 8,192 that is 37k
-# tokens, nine sequences of 4,096.
-# </details>
-#
-# **6. What is wrong with "scaling efficiency falls because replicas send more"?**
+# **4. What is wrong with "scaling efficiency falls because replicas send more"?**
 # <details><summary>Answer</summary>
 #
 # A ring's bytes per rank saturate at 2P. What changes is the link (the cliff at the node), the number of rounds, and,
 # with a fixed batch, the work that is left to hide them behind.
 # </details>
 #
-# **7. A colleague's run with dp 1, cp 8 learns more slowly than dp 8. First suspicion?**
+# **5. A colleague's run with dp 1, cp 8 learns more slowly than dp 8. First suspicion?**
 # <details><summary>Answer</summary>
 #
 # Gradients are not reduced over cp, as the reduction looks at dp alone. Compare a weight on two cp ranks after ten

@@ -41,15 +41,15 @@ def _bytes_only() -> Runs:
 # The mesh.
 
 
-@titled("one layer of 70B, tp 8, a microbatch of 4,096 tokens")
+@titled("one layer of 70B, tp 8, a microbatch of 4,096 tokens", open_rows=1)
 def wrong_link(guess_times: float | None = None) -> Iterator[Row]:
     inside, across = plans.tensor_across(8)
-    yield formula("eight in one node", inside, "s")
-    yield formula("one in each of eight nodes", across, "s")
-    yield formula("times as long", across / inside, guess=guess_times)
+    yield formula("times as long across eight nodes as in one", across / inside, guess=guess_times)
+    yield formula("    eight in one node", inside, "s")
+    yield formula("    one in each of eight nodes", across, "s")
 
 
-@titled("groups of four meshes on 4 ranks")
+@titled("groups of four meshes on 4 ranks", open_rows=1)
 def torch_mesh(found: Sequence[dict[str, Any]] | None = None, mesh_groups: Callable | None = None) -> Iterator[Row]:
     found, mesh_groups = found or experiments.meshes(), mesh_groups or ANSWERS.mesh_groups
     for axes in experiments.MESHES:
@@ -69,7 +69,7 @@ def _same(own: tuple[dict, dict], theirs: tuple[dict, dict]) -> bool:
 # Links.
 
 
-@titled("bytes between nodes in a step, all ranks", open_rows=7)
+@titled("bytes between nodes in a step, all ranks", open_rows=2)
 def bytes_between_nodes(runs: Runs | None = None, crossing_bytes: Callable | None = None) -> Iterator[Row]:
     """Bytes between nodes, by the messages that were sent. crossing_bytes: the reader's, for dp 2, tp 2."""
     runs, crossing_bytes = runs or _bytes_only(), crossing_bytes or ANSWERS.crossing_bytes
@@ -98,8 +98,12 @@ def _all(runs: Runs, state: str) -> Iterator[int]:
     return (sum(run.carried[state].values()) for name in PLACED for run in runs[name])
 
 
-@titled("seconds of a step, emulated links", open_rows=9)
+@titled("seconds of a step, emulated links", open_rows=1)
 def placement(runs: Runs) -> Iterator[Row]:
+    spent = [runs[name][0].seconds for name in PLACED]
+    slower = tuple(each["inner across"] / each["inner inside"] for each in spent)
+    inner_axes = ", ".join(map(experiments.inner_axis, PLACED))
+    yield row(f"times as long across nodes as inside one: {inner_axes}", None, slower, noisy=True)
     for name in PLACED:
         seconds, alone = runs[name][0].seconds, runs[name][0].seconds["no link"]
         inner = experiments.inner_axis(name)
@@ -113,7 +117,7 @@ def placement(runs: Runs) -> Iterator[Row]:
             yield row(f"    {inner} {state.split()[1]}", each, seconds[state], "s", 0.25, noisy=True)
 
 
-@titled("bytes of a step by axis, all ranks", open_rows=2, show="^(pp 2, tp 2|dp 2, cp 2): over [^a]")
+@titled("bytes of a step by axis, all ranks", open_rows=2, show="over pp")
 def by_axis(runs: Runs | None = None) -> Iterator[Row]:
     runs = runs or _bytes_only()
     for name, layout in LAYOUTS.items():
@@ -124,7 +128,7 @@ def by_axis(runs: Runs | None = None) -> Iterator[Row]:
             yield row(f"{name}: over {axis}", due[axis], sent.get(axis), "B")
 
 
-@titled("bytes of a layer per rank")
+@titled("bytes of a layer per rank", open_rows=1, show="^4 ranks")
 def fsdp_or_tensor(runs: Runs | None = None) -> Iterator[Row]:
     runs = runs or _bytes_only()
     hidden = plans.SEVENTY.hidden_size
@@ -171,13 +175,12 @@ def what_there_is() -> Table:
     return table("70B as dp 2, zero 1, tp 8, pp 4", ("name", "what it is", "here"), rows)
 
 
-@titled("70B on 64 GPUs of 40 GB", open_rows=4)
+@titled("70B on 64 GPUs of 40 GB", open_rows=3)
 def dropped(found: Sequence[tuple[Layout, float, float]] | None = None) -> Iterator[Row]:
     """What is left of all simple layouts once those that do not fit are dropped."""
     found = plans.estimates(ANSWERS.estimate) if found is None else found
     kept = [each for each in found if each[1] <= plans.SIXTY_FOUR.usable]
-    yield formula("simple layouts", len(found))
-    yield formula("those that fit by your estimate", len(kept))
+    yield formula("fit by your estimate, of all simple layouts", (len(kept), len(found)))
     if kept:
         layout, held, seconds = min(kept, key=lambda each: each[2])
         yield formula(f"    quickest: {layout}, {held / GIB:.1f} GiB", seconds, "s")
@@ -194,20 +197,21 @@ COMMON = {
 }
 
 
-@titled("70B on 64 GPUs of 40 GB: yours and others", open_rows=10)
+@titled("70B on 64 GPUs of 40 GB: yours and others", open_rows=3)
 def plans_table(mine: Layout) -> Iterator[Row]:
     best = plans.best()
     for name, layout in {"yours": mine, "the planner's": best.layout, **COMMON}.items():
         each = plans.judge(layout)
         fits = "" if each.fits else ", which does not fit"
-        yield formula(f"{name}: {layout}, {each.held / GIB:.1f} GiB{fits}", each.seconds, "s")
-        yield formula("    times the planner's", round(each.seconds / best.step.seconds, 2))
+        what = f"{name}: {layout}, {each.held / GIB:.1f} GiB{fits}: seconds, times the planner's"
+        yield formula(what, (round(each.seconds, 1), round(each.seconds / best.step.seconds, 2)))
 
 
-@titled("your plan, innermost axis first", open_rows=6)
+@titled("your plan, innermost axis first", open_rows=2)
 def orders(mine: Layout) -> Iterator[Row]:
-    """Seconds of the reader's plan in each order of its axes, fastest first."""
-    for order, seconds in plans.crossing_orders(plans.SEVENTY, plans.SIXTY_FOUR, mine, plans.SEQ):
+    """Seconds of the reader's plan in each order of its axes: the fastest, the slowest, those between."""
+    fastest, *others = plans.crossing_orders(plans.SEVENTY, plans.SIXTY_FOUR, mine, plans.SEQ)
+    for order, seconds in (fastest, *others[-1:], *others[:-1]):
         yield formula(", ".join(order), seconds, "s")
 
 
@@ -231,15 +235,16 @@ def published_table() -> Table:
 # Breaks.
 
 
-@titled("a colleague's hybrid step on 4 ranks", open_rows=8)
+@titled("a colleague's hybrid step on 4 ranks", open_rows=4)
 def bug_hunt(found: Sequence | None = None) -> Iterator[Row]:
     found = found or experiments_breaks.bug_hunt()
     for outcome in found:
+        yield row(f"{outcome.mesh}: largest relative error of a gradient", None, outcome.worst)
+    for outcome in found:
         yield row(f"{outcome.mesh}: loss that of one process, to 1e-10", True, outcome.loss < 1e-10)
-        yield row("    largest relative error of a gradient", None, outcome.worst)
 
 
-@titled("minillm's own layouts of 4 ranks against one process")
+@titled("minillm's own layouts of 4 ranks against one process", open_rows=1)
 def lattice() -> Iterator[Row]:
     cases = {"tied": CONTEXT_CASES["tied"]}, {"tied": SPLIT_CASES["tied"]}
     found = compare(LATTICE, lambda layout: cases[layout.cp == 1], steps=1)
@@ -250,11 +255,18 @@ def lattice() -> Iterator[Row]:
 # Scaling, and where it loses.
 
 
-@titled("data parallelism, two ranks to a node", open_rows=5, show="^weak, . ranks: bytes")
+@titled("data parallelism, two ranks to a node", open_rows=1)
 def scaling(points: Sequence[Point] | None = None) -> Iterator[Row]:
     points = points or experiments.scaling(timed=0)
     timed = [point for point in points if point.seconds is not None]
     alone = {point.mode: point.measured_seconds for point in timed if point.ranks == 1}
+    two, four = (point for point in points if point.mode == "weak" and point.ranks in (2, 4))
+    cliff = "weak, 4 ranks beside 2: times the bytes that a rank sends"
+    if two.measured_seconds and four.measured_seconds:
+        times = four.measured_bytes / two.measured_bytes, four.measured_seconds / two.measured_seconds
+        yield row(f"{cliff}, times the seconds of a step", None, times, noisy=True)
+    else:
+        yield row(cliff, four.bytes / two.bytes, four.measured_bytes / two.measured_bytes, "", 1e-6)
     for point in timed:
         name = f"{point.mode}, {point.ranks} rank{'s' * (point.ranks > 1)}"
         if point.measured_seconds is None:
@@ -272,9 +284,12 @@ def scaling(points: Sequence[Point] | None = None) -> Iterator[Row]:
     yield formula("4 ranks on two nodes: bytes that leave each", points[2].crossing, "B")
 
 
-@titled("one node of 4 ranks, eight sequences", open_rows=4)
+@titled("one node of 4 ranks, eight sequences", open_rows=1)
 def simple_wins(runs: Runs) -> Iterator[Row]:
-    for name in ("dp 4", "dp 2, tp 2", "tp 4", "pp 2, tp 2"):
+    names = ("dp 4", "dp 2, tp 2", "tp 4", "pp 2, tp 2")
+    spent = tuple(runs[name][0].seconds["one node"] for name in names)
+    yield row(f"step: {' | '.join(names)}", None, spent, "s", noisy=True)
+    for name in names:
         run, layout = runs[name][0], LAYOUTS[name]
         due = run.seconds["no link"] + experiments.link_seconds(layout, "one node")
         sent = sum(experiments.bytes_by_axis(name).values()) / 1e6

@@ -10,6 +10,7 @@ import random
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ def check_commit(learner: tuple[Callable, Callable]) -> Receipt:
     save, load = learner
     expect((found := load(Disk())) is None, found, "None", "load of an empty disk")
     cuts = cuts_due = kills = kills_due = most = 0
-    for n, order in ((3, (0, 1, 2)), (3, (2, 1, 0)), (1, (0,))):
-        old, before = _written(save, load, Disk(), 9, n, order)
-        new = 10, new_shards(10, n)
+    drawn = random.randint(11, 900)
+    for n, order, first in ((3, (0, 1, 2), 9), (4, (2, 3, 1, 0), drawn), (1, (0,), drawn + 7)):
+        old, before = _written(save, load, Disk(), first, n, order)
+        new = first + 1, new_shards(first + 1, n)
         ahead, _ = play_save(save, old, *new, order, patience=4)
         judge_load(
             load, ahead, [new], f"nobody was killed, {n} ranks have saved, and rank {order[0]} ran ahead of others"
@@ -67,7 +69,7 @@ def check_commit(learner: tuple[Callable, Callable]) -> Receipt:
         [
             row("power cuts, after which the checkpoint is whole", cuts_due, cuts),
             row("kills of one rank, after which it is", kills_due, kills),
-            row("    operations of a save on 3 ranks", None, most),
+            row("    operations of a save on 4 ranks", None, most),
         ],
     )
 
@@ -112,6 +114,8 @@ def judge_load(load: Callable, disk: Disk, right: Sequence[Saved], where: str) -
             f"Whole and on the disk was step {steps[0]}",
             evidence=[where, type(error).__name__],
         ) from error
+    if found is not None and not _is_saved(found):
+        raise CheckFailed(f"{where}: load returns {found!r:.60}; the exercise asks for (step, list of shards)")
     for each in right:
         if _same(found, each):
             return each
@@ -134,18 +138,19 @@ def _judge_and_go_on(save: Callable, load: Callable, disk: Disk, right: Sequence
     judge_load(load, disk, [(step, shards)], f"{where}. After the restart {ranks} ranks have saved step {step}")
 
 
-def _same(found: Any, right: Saved) -> bool:
-    if not isinstance(found, tuple | list) or len(found) != 2:
+def _is_saved(found: Any) -> bool:
+    if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[0], Integral):
         return False
-    step, shards = found
-    return step == right[0] and list(shards) == list(right[1])
+    return isinstance(found[1], tuple | list) and all(isinstance(shard, bytes | bytearray) for shard in found[1])
+
+
+def _same(found: Any, right: Saved) -> bool:
+    return found is not None and found[0] == right[0] and list(found[1]) == list(right[1])
 
 
 def _tell(found: Any, right: Sequence[Saved]) -> str:
     if found is None:
         return f"finds no checkpoint; step {right[0][0]} was whole and on the disk"
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        return f"returns {found!r:.60}; the exercise asks for (step, list of shards)"
     step, shards = found[0], list(found[1])
     wanted = dict(right).get(step)
     if wanted is None:
@@ -189,6 +194,7 @@ def check_manifest(learner: tuple[Callable, Callable]) -> Receipt:
         _lay(folder, whole)
         manifest = describe(folder)
         _judge_manifest(manifest, whole, folder, damaged)
+        _judge_second(describe, damaged, Path(place, "second"))
         _lay(other, whole)
         _lay(folder, {})
         _judge_damage(damaged(other, manifest), [], "all files were moved to another folder")
@@ -248,6 +254,18 @@ def _judge_manifest(manifest: Any, whole: dict[str, bytes], folder: Path, damage
     _judge_damage(damaged(folder, manifest), [], "the files were copied, with new time stamps")
 
 
+def _judge_second(describe: Callable, damaged: Callable, folder: Path) -> None:
+    """CheckFailed unless another folder's manifest is about that folder alone."""
+    folder.mkdir()
+    files = {f"part-{number}": random.randbytes(100 + number) for number in range(random.randint(1, 3))}
+    _lay(folder, files)
+    manifest = describe(folder)
+    expect(isinstance(manifest, str), manifest, "a text", "describe")
+    _judge_damage(damaged(folder, manifest), [], "a second folder was described, and nothing was changed in it")
+    _lay(folder, {name: data + b"0" for name, data in files.items()})
+    _judge_damage(damaged(folder, manifest), list(files), "in a second folder every file has a byte more")
+
+
 def _damages(whole: dict[str, bytes]) -> Iterator[tuple[str, dict[str, bytes], list[str]]]:
     """What happened, the files then, and which of them to name."""
     one, two = sorted(random.sample(list(whole), 2))
@@ -269,6 +287,10 @@ def _damages(whole: dict[str, bytes]) -> Iterator[tuple[str, dict[str, bytes], l
     yield f"two halves of {one} are swapped", whole | {one: data[1000:] + data[:1000]}, [one]
     rest = {name: each for name, each in whole.items() if name not in (one, two)}
     yield f"{two} has zeros only and {one} is missing", rest | {two: bytes(len(data))}, [one, two]
+    for name, data in whole.items():
+        place = random.randrange(len(data))
+        flipped = data[:place] + bytes([data[place] ^ 1 << random.randrange(8)]) + data[place + 1 :]
+        yield f"a bit of {name} is flipped", whole | {name: flipped}, [name]
 
 
 def _spoilt(manifest: str) -> Iterator[tuple[str, str]]:

@@ -101,8 +101,9 @@ def check_straggler(learner: Callable) -> Receipt:
 def _groups() -> list[tuple[str, list[list[float]], list[int], float]]:
     """By case: seconds of own work, [steps][ranks], the slow ranks, and the factor from which they are."""
 
-    def work(n: int, factors: dict[int, float], count: int = 10) -> list[list[float]]:
-        return [[random.uniform(0.9, 1.1) * factors.get(rank, 1.0) for rank in range(n)] for _ in range(count)]
+    def work(n: int, factors: dict[int, float], count: int = 10, usual_s: float = 1.0) -> list[list[float]]:
+        usual = [usual_s * factors.get(rank, 1.0) for rank in range(n)]
+        return [[random.uniform(0.9, 1.1) * seconds for seconds in usual] for _ in range(count)]
 
     one, other = random.sample(range(8), 2)
     held_up = work(4, {})
@@ -119,6 +120,9 @@ def _groups() -> list[tuple[str, list[list[float]], list[int], float]]:
         ("4 ranks, two of them held up in a few steps", held_up, [], 2.0),
         ("4 ranks, one of them slow but for one step", once_fast, [one % 4], 2.0),
         ("4 ranks, one of them takes 3 times as long, and factor is 4", work(4, {one % 4: 3.0}), [], 4.0),
+        ("3 ranks, steps of milliseconds, one of them slow", work(3, {one % 3: 3.0}, usual_s=0.004), [one % 3], 2.0),
+        ("5 ranks, alike, steps of a minute", work(5, {}, usual_s=60.0), [], 2.0),
+        ("4 ranks, a single step, one of them slow", work(4, {other % 4: 5.0}, count=1), [other % 4], 2.0),
         ("4 ranks, one of them takes 1.7 times as long, and factor is 1.3", work(4, {one % 4: 1.7}), [one % 4], 1.3),
     ]
 
@@ -127,7 +131,7 @@ def _steps(own: Sequence[Sequence[float]]) -> list[list[tuple[float, float]]]:
     """(seconds of the step, seconds waited) by step and rank: all end together."""
     found = []
     for step in own:
-        total = max(step) + random.uniform(0.1, 0.3)
+        total = max(step) * random.uniform(1.1, 1.3)
         found.append([(total, total - mine) for mine in step])
     return found
 
@@ -159,9 +163,14 @@ class Batch:
     ),
 )
 def check_same_branch(learner: Callable) -> Receipt:
-    cases = [_batch("all losses are finite", ()), _batch("no loss is finite", range(3)), _batch("all finite again", ())]
+    size = random.randint(2, 9)
+    cases = [
+        _batch("all losses are finite", (), size),
+        _batch("no loss is finite", range(3), size),
+        _batch("all finite again", (), size),
+    ]
     cases += [
-        _batch(f"the loss of rank {bad} alone is {value}", (bad,), value)
+        _batch(f"the loss of rank {bad} alone is {value}", (bad,), size, value)
         for bad, value in ((1, math.nan), (2, math.inf), (1, -math.inf))
     ]
     ranks = run(_try_batches, 3, learner, cases, advice="Which rank did not call the all-reduce that others wait in?")
@@ -169,9 +178,9 @@ def check_same_branch(learner: Callable) -> Receipt:
         found = [rank[index] for rank in ranks]
         for rank, mine in enumerate(found):
             _judge_step(case, rank, mine, found)
-    pair = _batch("2 ranks, all losses are finite", (), ranks=2)
-    for rank, (mine,) in enumerate(run(_try_batches, 2, learner, [pair])):
-        _judge_step(pair, rank, mine, [mine])
+    more = _batch("4 ranks, all losses are finite", (), size, ranks=4)
+    for rank, (mine,) in enumerate(run(_try_batches, 4, learner, [more])):
+        _judge_step(more, rank, mine, [mine])
     skipped = sum(mine is None for rank in ranks for mine in rank)
     return receipt(
         "6 batches on 3 ranks",
@@ -184,11 +193,11 @@ def check_same_branch(learner: Callable) -> Receipt:
     )
 
 
-def _batch(what: str, bad: Sequence[int], value: float = math.nan, ranks: int = 3) -> Batch:
+def _batch(what: str, bad: Sequence[int], size: int, value: float = math.nan, ranks: int = 3) -> Batch:
     """The gradients of a bad loss are finite here: some are not, and that is no thing to rely on."""
     draw = torch.Generator().manual_seed(random.randrange(2**32))
     losses = tuple(value if rank in bad else random.uniform(1, 5) for rank in range(ranks))
-    return Batch(what, losses, tuple(whole_numbers(draw, 6) for _ in range(ranks)))
+    return Batch(what, losses, tuple(whole_numbers(draw, size) for _ in range(ranks)))
 
 
 def _try_batches(group: Group, learner: Callable, cases: Sequence[Batch]) -> list[Any]:
@@ -210,7 +219,12 @@ def _judge_step(case: Batch, rank: int, mine: Any, found: Sequence[Any]) -> None
         )
     if case.right is not None and mine is None:
         raise CheckFailed(f"{case.what}: rank {rank} skips the step, which all can make")
-    if case.right is not None and not (isinstance(mine, Tensor) and torch.allclose(mine, case.right)):
+    if case.right is not None and (not isinstance(mine, Tensor) or mine.shape != case.right.shape):
+        got = f"a tensor {list(mine.shape)}" if isinstance(mine, Tensor) else f"{mine!r:.60}"
+        raise CheckFailed(
+            f"{case.what}: rank {rank} returns {got}; the exercise asks for the mean gradient, {list(case.right.shape)}"
+        )
+    if case.right is not None and not torch.allclose(mine, case.right):
         raise CheckFailed(
             f"{case.what}: rank {rank} has another gradient than the mean over the ranks", evidence=[case.what, mine]
         )

@@ -156,7 +156,9 @@ def _check_resume(capture: Callable, restore: Callable, seed: int) -> Receipt:
     torch.manual_seed(seed)
     random.seed(seed)
     loop = Loop(seed, seed)
-    for _ in range(BEFORE):
+    for step in range(BEFORE):
+        if step == 3:
+            capture(loop)  # an earlier state, which must not be that of a later save
         loop.step()
     expected_parts = loop.parts()
     state = capture(loop)
@@ -224,7 +226,13 @@ def _restored_twice(restore: Callable, blob: bytes, loop: Loop) -> bytes:
 
 def _written(state: Any) -> bytes:
     file = io.BytesIO()
-    torch.save(state, file)
+    try:
+        torch.save(state, file)
+    except Exception as error:
+        raise CheckFailed(
+            f"torch.save cannot write the state ({type(error).__name__}: {error}): it holds objects, not only tensors, "
+            "numbers, texts, tuples, lists and dicts"
+        ) from error
     try:
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except Exception as error:

@@ -46,6 +46,18 @@ mistake(
 )
 mistake(
     "checkpoint-manifest",
+    "the last file is left out",
+    {"sorted(folder.iterdir()):": "sorted(folder.iterdir())[:-1]:"},
+    expect="damaged names",
+)
+mistake(
+    "checkpoint-manifest",
+    "files kept between calls",
+    {"def describe(folder):": "def describe(folder, files={}):", "    files = {}\n": ""},
+    expect="a second folder was described",
+)
+mistake(
+    "checkpoint-manifest",
     "the manifest is not signed",
     {"hashlib.sha256(text.encode()).hexdigest() != digest": "not text"},
     expect="manifest",

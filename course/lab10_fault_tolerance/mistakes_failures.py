@@ -143,6 +143,12 @@ mistake(
 )
 mistake(
     "straggler",
+    "factor as seconds",
+    {"factor * others[rank]": "factor"},
+    says="`factor` is no number of seconds: it multiplies what is usual among the other ranks.",
+)
+mistake(
+    "straggler",
     "twice, whatever the factor",
     {"factor * others": "2.0 * others"},
     says="The limit is `factor` times what is usual, not twice.",
@@ -208,7 +214,7 @@ mistake(
     "same-branch",
     "always 3",
     {"group.world_size": "3"},
-    expect="2 ranks, all losses are finite: .* another gradient",
+    expect="4 ranks, all losses are finite: .* another gradient",
 )
 
 

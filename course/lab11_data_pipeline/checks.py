@@ -8,6 +8,7 @@ Tokens are compared with the `tokenizers` library, on text drawn anew each time.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -77,19 +78,30 @@ def _judge_merge(learner: Callable, words: dict[Word, int], ids: dict[bytes, int
     result = learner(*given)
     if given != (words, ids):
         raise CheckFailed("your function changed its argument: the words of a step are also the input of other checks")
-    fits = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
-    expect(fits, result, "two things: (pair, words)")
+    fits = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], dict)
+    expect(fits and _is_pair(result[0]), result, "two things: (pair, words), the pair two tokens")
     pair, found = tuple(result[0]), dict(result[1])
     if pair != right:
         raise CheckFailed(f"{lesson}: you merged {_show(pair)}, but {_show(right)} is due", evidence=pair)
     if found == merged:
         return pair, found
-    before, word = next((old, new) for old, new in zip(words, merged, strict=True) if found.get(new) != merged[new])
+    wrong = [(old, new) for old, new in zip(words, merged, strict=True) if found.get(new) != merged[new]]
+    if not wrong:
+        more = next(word for word in found if word not in merged)
+        raise CheckFailed(
+            f"{lesson}: your words hold {_show(more)}, which is none of this step's words: begin with an empty dict",
+            evidence=found,
+        )
+    before, word = wrong[0]
     who = f"{lesson}: merging {_show(right)}, {_show(before)} should become {_show(word)}"
     if word in found:
         raise CheckFailed(f"{who}, {merged[word]} times; in your words it occurs {found[word]} times", evidence=found)
     others = [word for word in found if word not in merged]
     raise CheckFailed(f"{who}; your words hold {_show(others[0]) if others else 'no such word'}", evidence=found)
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(token, bytes) for token in pair)
 
 
 @exercise(

@@ -92,6 +92,7 @@ def check_deal(learner: Callable) -> Receipt:
             feeding.judge_step(shares, position, num_samples, batch_size, order, resumed=leg > 0 and step == 0)
             seen.update(sample for share in shares for sample in share)
             position += world * batch_size
+    _deal_in_turns(learner, seed)
     return receipt(
         f"{num_samples} samples, {position} dealt: on 4 ranks, resumed on 3, then on 2",
         [
@@ -101,6 +102,17 @@ def check_deal(learner: Callable) -> Receipt:
             row("messages between the ranks", 0, messages),
         ],
     )
+
+
+def _deal_in_turns(learner: Callable, seed: int) -> None:
+    """Two data sets and all ranks in one process: what a call returns depends on its arguments alone."""
+    world, batch_size = 3, random.randint(2, 4)
+    for num_samples in (random.randint(11, 19), random.randint(20, 28)):
+        order = partial(permutation, num_samples, seed)
+        for position in (0, world * batch_size):
+            shares = [learner(position, order, num_samples, batch_size, rank, world) for rank in range(world)]
+            shares = [expect_list(share, "a list of samples", f"rank {rank}: you") for rank, share in enumerate(shares)]
+            feeding.judge_step(shares, position, num_samples, batch_size, order, resumed=False)
 
 
 @exercise(
@@ -114,7 +126,12 @@ def check_deal(learner: Callable) -> Receipt:
     ),
 )
 def check_prefetch(learner: Callable) -> Receipt:
+    total = random.randint(9, 14)
     return receipt(
         "prefetching, by events",
-        [*feeding.judge_overlap(learner), *feeding.judge_overlap(learner, depth=1), *feeding.judge_failure(learner)],
+        [
+            *feeding.judge_overlap(learner, depth=random.randint(2, 4), total=total),
+            *feeding.judge_overlap(learner, depth=1, total=total + random.randint(1, 4)),
+            *feeding.judge_failure(learner, total=random.randint(5, 8)),
+        ],
     )

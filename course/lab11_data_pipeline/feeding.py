@@ -8,13 +8,14 @@ import math
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from course.kit.exercises import CheckFailed
 from course.kit.receipts import Row, row
+from course.shared.diagnose import expect
 from minillm.comm import Group
 from minillm.data.sampler import permutation
 from minillm.measure import ledger
@@ -111,8 +112,8 @@ class _Source:
 
 def judge_overlap(prefetch: Callable, depth: int = 3, total: int = 12) -> list[Row]:
     """Takes `total` batches: in order, `depth` made ahead during each step, never more than depth + 1."""
-    source = _Source(total, depth + 1)
-    batches = iter(prefetch(source.make, total, depth))
+    source, before = _Source(total, depth + 1), set(threading.enumerate())
+    batches = _iterated(prefetch(source.make, total, depth))
     least_ready = depth
     for k in range(total):
         source.asked = k + 1
@@ -131,6 +132,7 @@ def judge_overlap(prefetch: Callable, depth: int = 3, total: int = 12) -> list[R
                     f"{ready} made while you computed on batch {k}: loading does not overlap with compute"
                 )
         if k == 0:
+            _judge_threads(before)
             source.overrun.wait(0.3)  # time to run away, for a producer that does
     if _take(batches, "the end")[0] != "end":
         raise CheckFailed(f"the iteration goes on after the last of {total} batches")
@@ -146,8 +148,23 @@ def judge_overlap(prefetch: Callable, depth: int = 3, total: int = 12) -> list[R
     ]
 
 
-def judge_failure(prefetch: Callable) -> list[Row]:
-    """Batch 3 of 6 cannot be made: 0, 1, 2 arrive, then its error."""
+def _iterated(batches: Any) -> Iterator:
+    expect(isinstance(batches, Iterable), batches, "something that iterates over the batches")
+    return iter(batches)
+
+
+def _judge_threads(before: set[threading.Thread]) -> None:
+    """CheckFailed for a new thread that is no daemon; a pool of threads is told to stop by Python itself."""
+    for thread in set(threading.enumerate()) - before:
+        if not thread.daemon and not thread.name.startswith("ThreadPoolExecutor"):
+            raise CheckFailed(
+                "your thread is no daemon: if the reader stops early, it waits for room for ever, and Python waits for "
+                "it at the end of the program"
+            )
+
+
+def judge_failure(prefetch: Callable, total: int = 6) -> list[Row]:
+    """Batch 3 cannot be made: 0, 1, 2 arrive, then its error."""
     broken = OSError("shard 3 cannot be read")
 
     def make(k: int) -> int:
@@ -155,7 +172,7 @@ def judge_failure(prefetch: Callable) -> list[Row]:
             raise broken
         return k
 
-    batches = iter(prefetch(make, 6, 2))
+    batches = _iterated(prefetch(make, total, 2))
     for k in range(4):
         what, item = _take(batches, f"batch {k}, after the loader had failed in batch 3,")
         if what == "error" and broken not in (item, item.__cause__, item.__context__):
@@ -163,7 +180,9 @@ def judge_failure(prefetch: Callable) -> list[Row]:
         if what == "error" and k < 3:
             raise CheckFailed(f"batch {k} was good, but the error of batch 3 came in its place")
         if what == "end":
-            raise CheckFailed(f"batch 3 cannot be made, and the iteration just ended after {k} of 6: its error is lost")
+            raise CheckFailed(
+                f"batch 3 cannot be made, and the iteration just ended after {k} of {total}: its error is lost"
+            )
         if what == "item" and item != k:
             raise CheckFailed(
                 f"batch 3 cannot be made, and batch {item!r} came in place of batch {k}: its error is lost"

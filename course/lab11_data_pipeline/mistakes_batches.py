@@ -229,6 +229,9 @@ def one_ahead(make, total, depth):
             yield item
 
 
+mistake("prefetch", "a thread that is no daemon", {", daemon=True": ""}, expect="your thread is no daemon")
+
+
 @alternative("prefetch", "a list and a condition instead of a queue")
 def with_condition(make, total, depth):
     ready, changed = deque(), threading.Condition()

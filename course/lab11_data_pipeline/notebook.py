@@ -341,7 +341,8 @@ receipts.dealt(before, after)
 #
 # Make the next batches in a thread while the current one is computed: in order, and at most `depth` finished ones kept
 # ready (one more may be in the making). If `make` raises an exception, it must arrive where its batch was due, after
-# the good ones before it. The check looks at the order of events, not at a clock.
+# the good ones before it. A reader may stop early, and the program must be able to end then: make the thread a daemon.
+# The check looks at the order of events, not at a clock.
 
 
 # %%

@@ -1,7 +1,8 @@
 """Lab 13's prefixes: a key for every full block, and a hit that is compared."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from course.shared.diagnose import expect_list
 ANSWERS = answers_of("13_paged_attention")
 
 
-SEPARATORS = ("|", ":", ",", "/", "-", "_", ";", " ", "#", ".", "+", "\0", "\n")  # often put between two names
+SEPARATORS = ("", "|", ":", ",", "/", "-", "_", ";", " ", "#", ".", "+", "=", "\0", "\n")  # put between two names
+LABELS = ("", "{name}", "{name}=", "{name}:", "{letter}", "{letter}=", "{letter}:", "+", "0", "1")  # before the second
 
 
 class Entry(NamedTuple):
@@ -55,7 +57,7 @@ def check_block_keys(learner: Callable) -> Receipt:
     size = random.choice((3, 5, 6, 7, 9))
     tokens = Read([random.randrange(32_000) for _ in range(64 * size)])
     bits = _bits(learner(tokens, size))
-    if bits < 60:
+    if bits < 63:  # a hash of Python has 63 and a sign
         chance = predict.collision_chance(100_000, bits)
         raise CheckFailed(
             f"right here, but these keys have {bits} bits: among 100,000 blocks two have the same key with a chance of "
@@ -115,15 +117,25 @@ def _pairs(size: int):
     yield (a + b, {"adapter": "x", "salt": "s"}), (a + b, {"adapter": "x", "salt": "s"}), 2, "both equal: share"
     apart = "where the adapter ends and the salt begins is lost when the two are joined as text: hash the pair"
     yield (a, {"adapter": "xy", "salt": "z"}), (a, {"adapter": "x", "salt": "yz"}), 0, apart
-    for sign in SEPARATORS:
-        inside, behind = {"adapter": f"x{sign}y", "salt": "z"}, {"adapter": "x", "salt": f"y{sign}z"}
-        yield (a, inside), (a, behind), 0, apart
+    for first, second, between in _joins():
+        yield (a, {first: f"x{between}y", second: "z"}), (a, {first: "x", second: f"y{between}z"}), 0, apart
+        yield (a, {first: f"x{between}y"}), (a, {first: "x", second: "y"}), 0, apart
     for name in ("adapter", "salt"):
         why = (
             f"{name}='None' is a name that a customer may choose, and must not be the same as no {name}: hash its repr"
         )
         yield (a, {name: "None"}), (a, {}), 0, why
         yield (a, {name: ""}), (a, {}), 0, f"{name}='' is a name, too, and another one than no {name}"
+
+
+def _joins() -> Iterator[tuple[str, str, str]]:
+    """(a name, the name behind it, what an answer may have put between the two): a customer may choose a name with
+    exactly that in it."""
+    for first, second in (("adapter", "salt"), ("salt", "adapter")):
+        labels = {label.format(name=name, letter=name[0]) for label in LABELS for name in (second, second.capitalize())}
+        for sign, times, label in product(SEPARATORS, (1, 2), sorted(labels)):
+            if between := sign * times + label:
+                yield first, second, between
 
 
 def _bits(keys: Any) -> int:

@@ -124,6 +124,7 @@ def _fork_and_write(
 )
 def check_eviction(learner: Callable) -> list[Row]:
     first = _judge_chain_order(learner)
+    _judge_twins(learner)
     evicted = sum(_judge_random_cache(learner) for _ in range(20))
     return [
         row("two prefixes of 3 blocks, 'old' used last: evicted first", "new 2", first),
@@ -170,6 +171,27 @@ def _judge_chain_order(learner: Callable) -> str:
     return f"{order[0][0]} {order[0][1]}"
 
 
+def _judge_twins(learner: Callable) -> None:
+    """Two blocks with the same tokens, computed in one step: the second has no key, so it is free once it is let go."""
+    pool = learner(2)
+    twins = [pool.allocate(), pool.allocate()]
+    for block in twins:
+        pool.cache_block(block, "same")
+    for block in twins:
+        pool.release([block])
+    if dict(pool.block_of) != {"same": twins[0]} or dict(pool.key_of) != {twins[0]: "same"}:
+        raise CheckFailed(
+            f"blocks {twins} were cached under one key, as two equal prompts in one step are: key_of is "
+            f"{dict(pool.key_of)} and block_of {dict(pool.block_of)}. The first stays the one to find; a second entry "
+            "would forget the first one's key when it is evicted"
+        )
+    if list(pool.idle) != twins[:1] or {pool.allocate(), pool.allocate()} != set(twins):
+        raise CheckFailed(
+            f"of blocks {twins}, cached under one key, only {twins[0]} can be found: {twins[1]} is free once its "
+            "sequence has left"
+        )
+
+
 def _judge_random_cache(learner: Callable) -> int:
     """Random sequences against a model; returns evictions."""
     total = random.randint(4, 7)
@@ -193,8 +215,10 @@ def _judge_random_cache(learner: Callable) -> int:
             tables.append([block])
             _judge_keys(pool, found_by, f"after block {block} was given out")
             if random.random() < 0.7:
-                pool.cache_block(block, turn)
-                found_by[block] = turn
+                key = random.choice([*found_by.values(), turn]) if random.random() < 0.3 else turn
+                pool.cache_block(block, key)
+                if key not in found_by.values():
+                    found_by[block] = key
         elif random.random() < 0.4 and pool.block_of:
             key, block = random.choice(list(pool.block_of.items()))
             if block not in cached and not paper[block]:

@@ -65,6 +65,34 @@ mistake(
 )
 mistake(
     "block-keys",
+    "each name with its label, joined by a sign",
+    {
+        'repr(("root", adapter, salt)).encode()': '"|".join(\n        f"{label}={name}"\n'
+        '        for label, name in (("adapter", adapter), ("salt", salt))\n'
+        "        if name is not None\n    ).encode()"
+    },
+    expect="where the adapter ends",
+)
+mistake(
+    "block-keys",
+    "a letter before each name, and a sign between them",
+    {'repr(("root", adapter, salt))': 'f"A{adapter}|S{salt}"'},
+    expect="where the adapter ends",
+)
+mistake(
+    "block-keys",
+    "a sign doubled between the names",
+    {'repr(("root", adapter, salt))': 'f"{adapter}||{salt}"'},
+    expect="where the adapter ends",
+)
+mistake(
+    "block-keys",
+    "a checksum of 61 bits",
+    {"keys.append(parent)": "keys.append(int.from_bytes(parent) % (2**61 - 1))"},
+    expect="these keys have 61 bits",
+)
+mistake(
+    "block-keys",
     "no adapter is the adapter called None",
     {'repr(("root", adapter, salt))': 'f"{len(str(adapter))}:{adapter}{salt}"'},
     expect="must not be the same as no adapter",
@@ -296,6 +324,19 @@ mistake(
     "evicts although blocks are free",
     {"if self.free:": "if not self.idle:"},
     expect="although .* blocks are free",
+)
+
+mistake(
+    "lru-eviction",
+    "the second of two equal blocks takes the key",
+    {"        if key not in self.block_of:\n            self.block_of": "        self.block_of"},
+    expect="cached under one key, as two equal prompts",
+)
+mistake(
+    "lru-eviction",
+    "a block without a key stays idle",
+    {"if block in self.key_of:": "if block in self.key_of or self.block_of:"},
+    expect="is free once its sequence has left",
 )
 
 

@@ -327,7 +327,9 @@ class CachingPool:
         self.block_of, self.key_of = {}, {}  # by key; by block
 
     def cache_block(self, block, key):
-        self.block_of[key], self.key_of[block] = block, key
+        """Two equal prompts of one step give two blocks one key: the first is the one to find."""
+        if key not in self.block_of:
+            self.block_of[key], self.key_of[block] = block, key
 
     def allocate(self):
         """A block with one holder: a free one, else the idle one unused for longest,

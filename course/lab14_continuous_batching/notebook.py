@@ -14,15 +14,14 @@
 # Stands on labs 12 (prefill and decode) and 13 (blocks).
 #
 # The seven exercises take about two and a half hours; with the measurements and the questions at the end plan four.
-# Running the notebook from top to bottom takes under a minute. *Patience* and *Where it loses* are optional. At the end
-# you can answer:
+# Running the notebook from top to bottom takes under a minute. Skip *Patience* and *Where it loses* on a first reading.
+# At the end you can answer:
 #
 # 1. How many forward passes do static and continuous batching need for the same answers, and when equally many?
 # 2. What happens to decoding sequences while a long prompt is computed, and what when the blocks run out?
 # 3. How do you read from an engine's own records what is wrong with its scheduler?
 #
-# Lab 13 put keys and values into blocks, so that a sequence may lie anywhere and may lose its memory at any time.
-# Here you decide, step by step, which sequences compute. A *step* is one forward pass; its batch holds at most
+# Lab 13 put keys and values into blocks. Here you decide, step by step, which sequences compute. A *step* is one forward pass; its batch holds at most
 # `max_num_seqs` sequences. TTFT is the time from arrival to the first token, TPOT the time per output token after it.
 # A table column called *simulated* comes from a clock on which each pass takes what a roofline says (8B model, one
 # H100); *measured* is this machine.
@@ -52,8 +51,8 @@ from minillm.serve.tiny import TinyLLM
 # %% [markdown]
 # ## One page first
 #
-# `minillm/serve/tiny.py` is a whole serving engine in about 230 lines. Read it once before you build anything. Lab 13
-# was about where it keeps keys and values; this lab is about its `schedule` and `allocate`:
+# `minillm/serve/tiny.py` is a whole serving engine in about 230 lines. Read it once before you build anything. This lab
+# is about its `schedule` and `allocate`:
 
 # %%
 print(*map(inspect.getsource, (TinyLLM.schedule, TinyLLM.allocate)), sep="\n")
@@ -171,17 +170,16 @@ plan_step = check("token-budget-step", plan_step)
 receipts.pass_cost()
 
 # %% [markdown]
-# A prompt of 512 tokens already saturates the arithmetic; a second one in the same pass makes both wait longer for
-# their first token. Decoding needs the batch: 64 sequences take 2.1 times the time of one, because the weights are read
-# once for all of them while each reads its own keys and values. At 200 sequences of 2,000 tokens those reads dominate,
-# and tokens per second rise ever more slowly. And a chunk of a few hundred tokens is large enough to be efficient.
+# A prompt of 512 tokens already saturates the arithmetic; a second one in the same pass makes both wait longer.
+# Decoding needs the batch: 64 sequences take 2.1 times the time of one, because the weights are read once for all of
+# them while each reads its own keys and values. At 200 sequences of 2,000 tokens those reads dominate.
 #
 # ### Exercise 3 · which sequence to preempt (15 minutes)
 #
-# The length of an answer is not known when it begins, so a full pool is normal: every decoding sequence will want
-# another block. When none is left, some sequence has to give up its blocks. Four policies are common: most recently
-# arrived, longest, lowest priority, least recently used. Each is a number per sequence, and the largest gives way. But
-# from which sequences may one take a block at all? Think of what the preempted sequence does next.
+# The length of an answer is not known when it begins, so a full pool is normal. When no block is left, some sequence has
+# to give up its blocks. Four policies are common: most recently arrived, longest, lowest priority, least recently used.
+# Each is a number per sequence, and the largest gives way. But from which sequences may one take a block at all? Think
+# of what the preempted sequence does next.
 
 
 # %%
@@ -279,15 +277,15 @@ sliders(
 
 # %% [markdown]
 # Both lines are nearly straight, so the length rarely decides. The link does, the number of kv heads and, with small
-# blocks, what it costs to *start* a copy ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180), §7.3). The picture is
-# harsh on recomputation: beside decoding sequences, which leave arithmetic units idle, part of it costs nothing. (On
-# this machine host and device are the same memory, so nothing of this can be measured here.)
+# blocks, what it costs to *start* a copy ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180), §7.3). Beside decoding
+# sequences, which leave arithmetic units idle, part of a recomputation costs nothing. (Here host and device are the same
+# memory, so nothing of this can be measured.)
 
 # %% [markdown]
-# ### Exercise 5 · patience (15 minutes, optional)
+# ### Exercise 5 · patience (15 minutes; skip it on a first reading)
 #
-# Some requests are more important. With strict priorities an endless stream of important requests starves the others.
-# Let a level of priority be worth a *bounded* head start instead: `patience` places in the queue.
+# With strict priorities an endless stream of important requests starves the others. Let a level of priority be worth a
+# *bounded* head start instead: `patience` places in the queue.
 
 
 # %%
@@ -317,8 +315,7 @@ class PatientQueue:
 PatientQueue = check("patient-queue", PatientQueue)
 
 # %% [markdown]
-# The number is given once, at arrival. A preempted request therefore keeps its place: it goes back into the same heap
-# under the same number.
+# The number is given once, at arrival, so a preempted request goes back into the heap at its old place.
 #
 # ## The flight recorder
 #
@@ -334,11 +331,10 @@ show(figures_flight.view)
 sliders(figures_flight.view, step=(1, 80), policy=list(POLICIES), preemption=["recompute", "swap"])
 
 # %% [markdown]
-# Move `step`. Prompt tokens are hatched; each decoding sequence adds one plain token per step. Every second request
-# begins with the same 16 tokens, in blocks that two sequences hold. In step 14, the one shown, no free block was left
-# and sequence 5 was preempted; its blocks stay cached (grey) until they are needed. Two steps later it is back and
-# finds 20 of its 32 tokens still in the prefix cache: a hatched piece of 12, then it decodes. With `swap` it comes back
-# with a single plain token.
+# Move `step`. Prompt tokens are hatched; each decoding sequence adds one plain token per step. In step 14, the one shown,
+# no free block was left and sequence 5 was preempted; its blocks stay cached (grey) until they are needed. Two steps
+# later it is back and finds 20 of its 32 tokens still in the prefix cache: a hatched piece of 12, then it decodes. With
+# `swap` it comes back with a single plain token.
 #
 # This run was *played* without a model, because a schedule depends on lengths and not on what the tokens say. The same
 # trace through the engine, with a model:
@@ -376,9 +372,8 @@ def latencies(records, prompts, arrived):
 latencies = check("latencies-from-a-flight", latencies)
 
 # %% [markdown]
-# TTFT includes the wait in the queue. An engine that counts it from admission looks good under overload. A mean TPOT
-# hides pauses, so look at the worst gap as well, and at percentiles over *requests*: p99 of 32 requests is the worst
-# one.
+# An engine that counts TTFT from admission leaves the queue out and looks good under overload. A mean TPOT hides pauses,
+# so look at the worst gap as well, and at percentiles over *requests*: p99 of 32 requests is the worst one.
 #
 # ## Measure: three engines, one model
 #
@@ -435,11 +430,9 @@ receipts.policies()
 
 # %% [markdown]
 # The policies differ in how *often* they preempt and in how much each preemption loses. On this trace the longest
-# sequence frees most, so there are fewest preemptions, and throws most away; the tails of the gaps are close
-# together. One trace does not rank policies: change `crowded()` in `experiments_engines.py` and look again. What does
-# not depend on the trace is the column *used in the step before*: even of the sequences chosen as *least recently
-# used*, nearly all had computed tokens in that step, because continuous batching uses nearly every running sequence
-# in every step.
+# sequence frees most, so there are fewest preemptions, and throws most away. One trace does not rank policies: change
+# `crowded()` in `experiments_engines.py` and look again. What does not depend on the trace is the column *used in the
+# step before*: even of the sequences chosen as *least recently used*, nearly all had computed tokens in that step.
 #
 # The best way to avoid preemption is to admit less: let the next sequence in only if those that run have room to grow.
 
@@ -517,7 +510,7 @@ def diagnose(records, prompts):
 diagnose = check("diagnose-a-flight", diagnose)
 
 # %% [markdown]
-# ## Where it loses (optional)
+# ## Where it loses (skip it on a first reading)
 #
 # **Uniform lengths, all there at once**: you counted 64 passes for each engine. Continuous batching then adds only its
 # scheduler. What that costs on this machine, beside the pass it belongs to:
@@ -526,10 +519,8 @@ diagnose = check("diagnose-a-flight", diagnose)
 receipts.overhead()
 
 # %% [markdown]
-# Other losses: a batch whose shape changes in every step is hard to capture in CUDA graphs or to compile (engines pad
-# to a few sizes for that). With very short answers a plain queue is as good. An engine that preempts all the time
-# computes much of its work twice. And throughput is bought with TPOT: each sequence in the batch makes the step of all
-# others longer.
+# Besides, a batch whose shape changes in every step is hard to capture in CUDA graphs (engines pad to a few sizes for
+# that), and throughput is bought with TPOT: each sequence in the batch makes the step of all others longer.
 #
 # ## The same in production
 #
@@ -591,9 +582,8 @@ receipts.interview()
 # **1. Chunked prefill: what does it improve, what does it cost?**
 # <details><summary>Answer</summary>
 #
-# It shortens the worst gap of decoding sequences to one chunk instead of one prompt. It costs the long prompt's TTFT a
-# little, a lot if chunks are so small that passes become memory-bound. Keys of earlier chunks are read again for each
-# chunk. It does nothing unless chunks and decodes share a step.
+# It shortens the worst gap of decoding sequences to one chunk instead of one prompt, if chunks and decodes share a step.
+# It costs the long prompt's TTFT a little, a lot if chunks are so small that passes become memory-bound.
 # </details>
 #
 # **2. The pool is full. What now?**
@@ -653,9 +643,8 @@ receipts.design_chunk()
 #
 # Two tenants share the fleet of D1: a chat with short prompts and a p99 gap limit of 50 ms, and a document service with
 # prompts of 30,000 tokens that may wait 5 s for the first token. Choose budget, chunk, priorities, patience, reserve
-# and the preemption mode. Play your choice with `experiments.play` on a trace of your own, compare it with two
-# alternatives, and defend it in half a page with numbers: worst gap and TTFT per tenant, and what breaks first at 1.5
-# times the load.
+# and the preemption mode, play your choice and two others with `experiments.play` on a trace of your own, and defend it
+# in half a page: worst gap and TTFT per tenant, and what breaks first at 1.5 times the load.
 #
 # ## Can you answer them now?
 #

@@ -49,20 +49,23 @@ def check_state_bytes(learner: Any) -> list[Row]:
 )
 def check_save_interval(learner: Any) -> list[Row]:
     rows = []
-    for devices in (8, 1024, 16384):
+    for devices in (8, random.randint(100, 3000), random.choice((4096, 8192, 16384))):
         save, restart = random.uniform(5, 60), random.uniform(60, 900)
         device = random.uniform(3, 8) * 365 * 86400
         mtbf = device / devices
-        grid = [10 ** (power / 400) for power in range(0, 2800)]
-        interval = min(grid, key=lambda each: faults.wasted_share(each, save, restart, mtbf))
+        interval, factor = 1.0, 1e7
+        while factor > 1.0002:  # ever finer grids around the best interval so far
+            grid = [interval * factor ** (power / 50) for power in range(-50, 51)]
+            interval = min(grid, key=lambda each: faults.wasted_share(each, save, restart, mtbf))
+            factor **= 0.04
         waste = faults.wasted_share(interval, save, restart, mtbf)
         asked = "two numbers, (interval, wasted share)"
         answered = expect_list(learner(save, restart, device, devices), asked, count=2)
         name = f"{devices:,} devices, a save of {save:.0f} s, a restart of {restart:.0f} s"
         for what, best, given in zip(("interval", "wasted share"), (interval, waste), answered, strict=True):
-            if abs(expect_number(given, asked) - best) > 0.01 * best:
+            if abs(expect_number(given, asked) - best) > 0.001 * best:
                 said = f"{name}: your {what} is {given:.4g}; trying all intervals, the best is {best:.4g}."
                 raise CheckFailed(said, rows, evidence=answered)
-        rows.append(row(f"{name}: interval", interval, answered[0], "s", 0.01))
-        rows.append(row("    wasted share", waste, answered[1], "", 0.01))
+        rows.append(row(f"{name}: interval", interval, answered[0], "s", 0.001))
+        rows.append(row("    wasted share", waste, answered[1], "", 0.001))
     return rows

@@ -21,15 +21,18 @@ from course.shared.diagnose import expect_like, expect_list
 )
 def check_token_bucket(learner: Any) -> list[Row]:
     rows = []
-    for _ in range(3):
+    for count in (60, random.randint(20, 50), 60, 1):
         rate, capacity = random.randint(2, 20), random.randint(20, 80)
         times, now = [], 0.0
-        for _ in range(60):
+        for _ in range(count):
             now += random.choice((0.0, 0.25, 0.5, 4.0))
             times.append(now)
-        times[1] = times[0]
         costs = [random.randint(1, capacity + 5) if random.random() < 0.3 else random.randint(1, 12) for _ in times]
-        costs[:2] = capacity, 1  # the first just fits, and leaves nothing for the second
+        costs[0] = capacity  # which just fits, and leaves nothing for a second request at the same time
+        if count == 60:
+            times[1], costs[1] = times[0], 1
+        elif count > 1:
+            times[1:] = [time + 0.25 for time in times[1:]]
         expected, spent = [], []  # what was admitted, as (time, cost): the level is rebuilt from it each time
         for time, cost in zip(times, costs, strict=True):
             level, last = float(capacity), times[0]
@@ -98,7 +101,7 @@ def check_merge(learner: Any) -> list[Row]:
 )
 def check_dispatch(learner: Any) -> list[Row]:
     rows = []
-    for ranks, each, tokens, k in ((2, 2, 5, 1), (4, 2, 12, 2), (3, 4, 1, 3), (4, 1, 0, 2)):
+    for ranks, each, tokens, k in ((2, 2, 5, 1), (4, 2, random.randint(8, 60), 2), (3, 4, 1, 3), (4, 1, 0, 2)):
         chosen = [random.sample(range(ranks * each), k) if k <= ranks * each else [] for _ in range(tokens)]
         experts = torch.tensor(chosen, dtype=torch.int64).reshape(tokens, k)
         pairs = sorted((expert, place) for place, expert in enumerate(experts.reshape(-1).tolist()))

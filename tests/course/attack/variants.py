@@ -73,6 +73,7 @@ class _Renamed(ast.NodeTransformer):
         inner = [node for node in ast.walk(function) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
         given = {each.arg for node in inner for each in [*node.args.args, *node.args.kwonlyargs]}
         given |= {node.args.vararg.arg for node in inner if node.args.vararg}
+        given |= {node.name for node in ast.walk(function) if isinstance(node, ast.ExceptHandler)}
         stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for node in ast.walk(function):
             if isinstance(node, ast.Name) and node.id in stored - given - shared:
