@@ -8,7 +8,6 @@ builds this one, too: pipeline stages read their own layers, and with ZeRO-3 no 
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +28,6 @@ from minillm.quantize.formats import NF4
 from minillm.quantize.linear import QuantizedLinear
 
 SAMPLE = 4  # rows of a tensor that its fingerprint looks at
-
-
-class Source(Protocol):
-    """Of initial values: a folder, or anything else that knows what a parameter of the whole model starts as."""
-
-    draw: Draw
 
 
 class BaseFolder:
@@ -82,13 +75,14 @@ class BaseFolder:
 
 @dataclass(frozen=True)
 class Start:
-    """Where training starts. base: a folder, say; None = values drawn from the seed. lora: adapters, which alone are
-    trained; None = everything is. qlora: the linear layers of the blocks are kept as NF4 codes (Dettmers et al. 2023).
+    """Where training starts. base: a folder, or what has a `draw` like its; None = values drawn from the seed. lora:
+    adapters, which alone are trained; None = everything is. qlora: the linear layers of the blocks are kept as NF4
+    codes (Dettmers et al. 2023).
 
     A strategy builds a model on "meta", has it `read_base`, cuts it over ranks, has it `add_adapters`, then `fill`s it.
     """
 
-    base: Source | None = None
+    base: BaseFolder | None = None
     lora: LoraConfig | None = None
     qlora: bool = False
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm.bench.counts import settling
 from minillm.bench.harness import BenchRow, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.model import PagedCache
 from minillm.model.attention import Attend
@@ -87,7 +88,7 @@ def compare(batch: str, name: str, backend: Backend, device: torch.device, repea
         pairs = zip(mine(), other(), strict=True)
         return all(torch.allclose(a, b, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]) for a, b in pairs)
 
-    settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    settle = settling(device)
     found = side_by_side(same, *(seconds_per_call(each, after=settle) for each in (mine, other)), repeats=repeats)
     return bench_row(f"{name}: {batch}, {layers} layers, {device.type}", PEER, found, "ms", scale=1e3)
 

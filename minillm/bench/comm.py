@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from minillm.bench import comm_host
+from minillm.bench.counts import settling
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.comm import (
     Group,
@@ -80,7 +81,7 @@ def measure(group: Group, sizes: Sequence[int], repeats: int) -> tuple[str, list
 def _compare(contest: Contest, size: int, group: Group, repeats: int) -> Comparison:
     x = torch.randint(-8, 9, (size // 4,), device=group.device).float()  # whole numbers: any order of adding is exact
     ours, theirs = contest.prepare(x, group)
-    settle = torch.cuda.synchronize if group.device.type == "cuda" else lambda: None
+    settle = settling(group.device)
     calls = max(1, min(MAX_CALLS, BYTES_PER_SAMPLE // size))
 
     def check() -> bool:

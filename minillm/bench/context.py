@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from minillm.bench.comm import slowest
+from minillm.bench.counts import sent_in, settling
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.comm import Group, Link, Mesh, launch
-from minillm.measure import wire
 from minillm.parallel.context_parallel import ContextAttention, context_attention
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 8, 32
@@ -94,13 +94,13 @@ def _compare(group: Group, variant: str, seq: int, repeats: int) -> tuple[Compar
         pairs = zip(_whole(mine, group, seq), _whole(other, group, seq), strict=True)
         return all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE) for a, b in pairs)
 
-    settle = torch.cuda.synchronize if group.device.type == "cuda" else lambda: None
+    settle = settling(group.device)
     samples = (seconds_per_call(each.step, before=group.barrier, after=settle) for each in (mine, other))
     times = side_by_side(same, *samples, repeats=repeats, warmup=1)
     if not times.correct:
         return times, times, times
-    pairs = [tuple(float(count(each, group)) for each in (mine, other)) for count in (_wire, _kept)]
-    return times, *(Comparison(True, (pair,) * 3) for pair in pairs)
+    sent = sent_in(mine.step, group), sent_in(other.step, group)
+    return times, *(Comparison(True, (pair,) * 3) for pair in (sent, (_kept(mine), _kept(other))))
 
 
 def _contestant(group: Group, variant: str, seq: int) -> Contestant:
@@ -122,22 +122,7 @@ def _whole(contestant: Contestant, group: Group, seq: int) -> list[Tensor]:
     return [x[places] for x in found]
 
 
-def _wire(contestant: Contestant, group: Group) -> int:
-    """The least of several steps, as others on the machine can only add."""
-    found = []
-    for _ in range(3):
-        group.barrier()
-        if group.device.type != "cpu":
-            return 0
-        with wire() as counted:
-            group.barrier()
-            contestant.step()
-            group.barrier()
-        found.append(counted.sent)
-    return min(found)
-
-
-def _kept(contestant: Contestant, group: Group) -> int:
+def _kept(contestant: Contestant) -> int:
     kept: dict[int, int] = {}
 
     def note(x: Tensor) -> Tensor:

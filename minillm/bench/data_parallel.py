@@ -11,7 +11,6 @@ most bytes that tensors took on rank 0 at any moment of a step (`measure.memory`
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from minillm.bench.comm import slowest
+from minillm.bench.counts import peak_in, sent_in, settling
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.comm import Group, launch
-from minillm.measure import memory, wire
 from minillm.model import Transformer
 from minillm.parallel import BucketedDDP, FullyShard, ZeroOptimizer
 from minillm.train import TrainConfig, adamw, preset
@@ -29,7 +28,6 @@ from minillm.train import TrainConfig, adamw, preset
 VOCAB, SEQ_LEN, BATCH = 4096, 32, 2  # few tokens: communication and optimizer weigh as much as the matmuls
 SHAPES = ("draft", "target")
 WORLD_SIZES = (2, 4)
-WIRE_STEPS = 3
 TOLERANCE = 1e-2  # of the distance the weights move: Adam divides by the gradient, so rounding shows
 
 
@@ -82,13 +80,13 @@ def measure(group: Group, shape: str, repeats: int) -> list[tuple[Comparison, Co
 def _compare(ours: Callable, theirs: Callable, group: Group, shape: str, repeats: int) -> tuple[Comparison, ...]:
     config = TrainConfig(preset(shape, VOCAB, SEQ_LEN), seq_len=SEQ_LEN, batch_size=BATCH)
     mine, other = (make(group, config) for make in (ours, theirs))
-    settle = torch.cuda.synchronize if group.device.type == "cuda" else lambda: None
+    settle = settling(group.device)
     samples = (seconds_per_call(each.step, before=group.barrier, after=settle) for each in (mine, other))
     times = side_by_side(lambda: _same_steps(mine, other, group), *samples, repeats=repeats)
     if not times.correct:
         return times, times, times
-    traffic = tuple((_wire(mine, group), _wire(other, group)) for _ in range(3))
-    peaks = tuple((_peak(mine), _peak(other)) for _ in range(3))
+    traffic = tuple((sent_in(mine.step, group), sent_in(other.step, group)) for _ in range(3))
+    peaks = tuple(tuple(peak_in(each.step, each.module, each.optimizer) for each in (mine, other)) for _ in range(3))
     return times, Comparison(True, traffic), Comparison(True, peaks)
 
 
@@ -102,25 +100,6 @@ def _same_steps(mine: Contestant, other: Contestant, group: Group) -> bool:
     moved = sum((first[name] - before[name]).square().sum() for name in before).sqrt()
     apart = sum((first[name] - second[name]).square().sum() for name in before).sqrt()
     return all(group.gather_objects(bool(moved > 0) and bool(apart <= TOLERANCE * moved)))
-
-
-def _wire(contestant: Contestant, group: Group) -> float:
-    """Bytes per step that all ranks send: the least of several steps, as others on the machine can only add."""
-    found = []
-    for _ in range(WIRE_STEPS):
-        group.barrier()
-        with wire() if group.device.type == "cpu" else nullcontext() as counted:
-            group.barrier()
-            contestant.step()
-            group.barrier()
-        found.append(float(counted.sent) if counted else 0.0)
-    return min(found)
-
-
-def _peak(contestant: Contestant) -> float:
-    with memory(contestant.module, contestant.optimizer) as seen:
-        contestant.step()
-    return float(seen.peak.total)
 
 
 def _model(group: Group, config: TrainConfig) -> Transformer:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm.bench.counts import settling
 from minillm.bench.harness import BenchRow, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.model.compiler import check_compiler
 from minillm.model.elementwise import FUNCTIONS, gated, rotate_both
@@ -68,7 +69,7 @@ def compare(work: Work, rows: int, device: torch.device, repeats: int) -> Iterat
     if work.triton is not None and device.type == "cuda" and find_spec("triton"):
         ways["minillm's kernel"] = work.triton
     pairs = [("torch.compile", "torch"), *(("minillm's kernel", peer) for peer in list(ways)[:2] if len(ways) == 3)]
-    settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    settle = settling(device)
     calls = max(1, 200 // rows)
     samples = {
         name: seconds_per_call(lambda way=way: way(*work.inputs), calls, after=settle) for name, way in ways.items()

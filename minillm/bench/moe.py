@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from minillm.bench.counts import settling
 from minillm.bench.harness import BenchRow, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.model import ModelConfig, MoEConfig
 from minillm.model.moe import MoE
@@ -127,8 +128,7 @@ def forward_backward(layer: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def sample(work: Callable[[nn.Module, Tensor], object], layer: nn.Module, x: Tensor) -> Callable[[], float]:
-    settle = torch.cuda.synchronize if x.is_cuda else lambda: None
-    return seconds_per_call(lambda: work(layer, x), after=settle)
+    return seconds_per_call(lambda: work(layer, x), after=settling(x.device))
 
 
 def agree(ours: nn.Module, peer: nn.Module, x: Tensor) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minillm.bench.comm import slowest
+from minillm.bench.counts import settling
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig
@@ -82,7 +83,7 @@ def measure(group: Group, shape: str, schedules: Sequence[str], repeats: int) ->
 def _compare(name: str, config: ModelConfig, group: Group, repeats: int) -> Comparison:
     schedule = SCHEDULES[name](group.world_size, MICROBATCHES)
     mine, other = _ours(schedule, config, group), _torchs(name, schedule, config, group)
-    settle = torch.cuda.synchronize if group.device.type == "cuda" else lambda: None
+    settle = settling(group.device)
 
     def sample(contestant: Contestant) -> Callable[[], float]:
         def before() -> None:

@@ -11,7 +11,6 @@ system), and the most bytes that tensors took on rank 0 at any moment of a step.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.bench.comm import slowest
-from minillm.bench.data_parallel import WIRE_STEPS
+from minillm.bench.counts import peak_in, sent_in, settling
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.comm import Group, launch
-from minillm.measure import memory, wire
 from minillm.model import ModelConfig, Transformer
 from minillm.parallel.sharding.gather import gather
 from minillm.parallel.sharding.placement import sum_partial
@@ -96,13 +94,13 @@ def measure(group: Group, shape: str, repeats: int) -> list[tuple[Comparison, Co
 
 def _compare(group: Group, config: ModelConfig, sequence: bool, layers: bool, repeats: int) -> tuple[Comparison, ...]:
     mine, other = _ours(group, config, sequence, layers), _dtensor(group, config, sequence, layers)
-    settle = torch.cuda.synchronize if group.device.type == "cuda" else lambda: None
+    settle = settling(group.device)
     samples = (seconds_per_call(each.step, CALLS, before=group.barrier, after=settle) for each in (mine, other))
     times = side_by_side(lambda: _same_gradients(mine, other, group), *samples, repeats=repeats)
     if not times.correct:
         return times, times, times
-    traffic = tuple((_wire(mine, group), _wire(other, group)) for _ in range(3))
-    peaks = tuple((_peak(mine), _peak(other)) for _ in range(3))
+    traffic = tuple((sent_in(mine.step, group), sent_in(other.step, group)) for _ in range(3))
+    peaks = tuple((peak_in(mine.step, mine.module), peak_in(other.step, other.module)) for _ in range(3))
     return times, Comparison(True, traffic), Comparison(True, peaks)
 
 
@@ -115,25 +113,6 @@ def _same_gradients(mine: Contestant, other: Contestant, group: Group) -> bool:
         for name in first
     )
     return all(group.gather_objects(same))
-
-
-def _wire(contestant: Contestant, group: Group) -> float:
-    """Bytes per step that all ranks send: the least of several steps, as others on the machine can only add."""
-    found = []
-    for _ in range(WIRE_STEPS):
-        group.barrier()
-        with wire() if group.device.type == "cpu" else nullcontext() as counted:
-            group.barrier()
-            contestant.step()
-            group.barrier()
-        found.append(float(counted.sent) if counted else 0.0)
-    return min(found)
-
-
-def _peak(contestant: Contestant) -> float:
-    with memory(contestant.module) as seen:
-        contestant.step()
-    return float(seen.peak.total)
 
 
 def _ours(group: Group, config: ModelConfig, sequence: bool, layers: bool) -> Contestant:

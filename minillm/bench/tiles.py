@@ -13,8 +13,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from minillm.bench.counts import peak_in, settling
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, seconds_per_call, side_by_side
-from minillm.measure import memory
 from minillm.model import dense, sdpa
 from minillm.model.attention.tiled import tiled
 from minillm.model.attention.tiled_triton import tiled_triton
@@ -58,17 +58,11 @@ def compare(
         pairs = zip(mine(), other(), strict=True)
         return all(torch.allclose(a, b, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]) for a, b in pairs)
 
-    settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    settle = settling(device)
     times = side_by_side(same, *(seconds_per_call(each, after=settle) for each in (mine, other)), repeats=repeats)
     title = f"{name}, {seq} tokens, {device.type}"
     rows = [bench_row(f"{title}: forward and backward", peer, times, "ms", scale=1e3)]
     if times.correct:
-        peaks = Comparison(True, ((_peak(mine), _peak(other)),) * 3)
+        peaks = Comparison(True, ((peak_in(mine), peak_in(other)),) * 3)
         rows.append(bench_row(f"{title}: peak", peer, peaks, "MB", scale=1e-6))
     return rows
-
-
-def _peak(step: Callable[[], list[Tensor]]) -> float:
-    with memory() as seen:
-        step()
-    return float(seen.peak.total)

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from typer import Argument, Option
 
@@ -25,19 +24,18 @@ from minillm.cli.ranks import check_ranks, hearing, on_ranks
 from minillm.comm import is_root
 from minillm.data import Tokenizer
 from minillm.measure.provenance import JsonFile, provenance, write_json
-from minillm.model import Transformer, load_hf
+from minillm.model import Transformer
 from minillm.model.generate import device_of, folder_of, generate, heal
 from minillm.model.hf.generation_config import read_generation_config
-from minillm.quantize.head import quantize_head
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
+from minillm.serve.load import DTYPES, load_model
 from minillm.serve.requests.output import Output
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.prompts import prompt_ids
 from minillm.serve.run.memory import default_num_blocks, gpu_limits, rows_of_each
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
 TEMPERATURE = 0.8  # of a checkpoint that says nothing
 BLOCK_SIZE = 16
 TEXT, SAMPLING, MODEL = (partial(Option, rich_help_panel=panel) for panel in ("Prompts", "Sampling", "Model"))
@@ -67,7 +65,8 @@ def command(
     ] = "target",
     device: Annotated[str, MODEL(help="cpu, cuda, ...")] = "cpu",
     dtype: Annotated[
-        str | None, MODEL(help=f"{', '.join(DTYPES)}.", show_default="float32 on the CPU, else auto, the checkpoint's")
+        str | None,
+        MODEL(help=f"{', '.join(DTYPES)}, auto.", show_default="float32 on the CPU, else auto, the checkpoint's"),
     ] = None,
     max_seq_len: Annotated[
         int | None, MODEL(help="Context to load the model for.", show_default="the checkpoint's", min=1)
@@ -108,7 +107,7 @@ def command(
         raise ValueError(f"--speculate: no proposer {speculate!r}: use one of {', '.join(PROPOSERS)}")
     if is_given(invocation, "k") and speculate is None:
         raise ValueError(f"--k {k} is a number of draft tokens: add --speculate NAME, which proposes them")
-    for name, value, known in (("dtype", dtype, DTYPES), ("kv", kv, KV_FORMATS)):
+    for name, value, known in (("dtype", dtype, (*DTYPES, "auto")), ("kv", kv, KV_FORMATS)):
         if value is not None and value not in known:
             raise ValueError(f"--{name} {value} is unknown: use one of {', '.join(known)}")
     if system is not None and not chat:
@@ -124,7 +123,7 @@ def command(
     where, tokenizer = device_of(device), Tokenizer.load(folder)
     if chat and requests is not None:
         requests = [(number, chat_ids(tokenizer, each, system), params) for number, each, params in requests]
-    wanted = DTYPES[dtype or ("float32" if where.type == "cpu" else "auto")]
+    loading = {"dtype": DTYPES.get(dtype, dtype), "max_seq_len": max_seq_len}
     options = {} if speculate is None else {"proposer": speculate, "k": _guesses(k)}
     options |= {} if kv is None else {"kv_dtype": kv}
     params = SamplingParams(**defaults)
@@ -132,14 +131,7 @@ def command(
         ids, first = (chat_ids(tokenizer, prompt, system), None) if chat else healed(tokenizer, prompt)
         shown = f"{prompt}\n" if chat else tokenizer.decode(ids, skip_special=True)
     if ranks > 1:
-        options |= limits | {
-            "pp": pp,
-            "ep": ep,
-            "device": device,
-            "dtype": wanted,
-            "max_seq_len": max_seq_len,
-            "compile": compile,
-        }
+        options |= limits | loading | {"pp": pp, "ep": ep, "device": device, "compile": compile}
         if adapter is not None:
             options["adapters"] = partial(AdapterStore.beside, folder, folders={str(adapter): adapter})
         if requests is None:
@@ -150,9 +142,7 @@ def command(
         with hearing(lambda each: show(*each, tokenizer)) as say:
             outputs = on_ranks(ranks, folder, lambda llm: told(answered(llm, batch, requests), say), **options)
         return _reported(with_summary(outputs), json_file) if is_root() else 0
-    network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
-    if int8_head:
-        quantize_head(network)
+    network = load_model(folder, device=where, int8_head=int8_head, **loading)
     if speculate is not None:
         options["proposer"] = proposer_named(speculate, network)
     if adapter is not None:

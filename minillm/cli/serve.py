@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from typer import Option
 
@@ -24,6 +23,7 @@ from minillm.comm import is_root
 from minillm.model.generate import device_of, folder_of
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
+from minillm.serve.load import DTYPES, engine_options
 from minillm.serve.ranks.engine import sigterm_ignored
 from minillm.serve.schedule.fair import FairScheduler, Share
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from minillm.serve.transfer import PrefillPool
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL, LIMIT, SAFETY = (partial(Option, rich_help_panel=panel) for panel in ("Model", "Limits", "Safety"))
 ORDERS = ("fair", "arrival")
 NEEDED = ("fastapi", "httpx", "uvicorn", "prometheus_client")
@@ -187,8 +186,6 @@ def _pool(
 
 
 def _engine(model: str, drafter: str, k: int, where: dict, options: dict) -> LLM:
-    from minillm.serve.load import engine_options
-
     loaded = engine_options(model, **where)
     if drafter != "none":
         options |= {"proposer": proposer_named(drafter, loaded["model"]), "k": k}

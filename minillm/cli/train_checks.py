@@ -8,7 +8,7 @@ from minillm.adapters.attach import adapted_shapes
 from minillm.cli.folders import check_new_folder
 from minillm.data import dataset_of
 from minillm.model import ModelConfig
-from minillm.model.hf.load import check_folder
+from minillm.model.hf.save import check_folder
 from minillm.parallel.tensor_parallel.plan import part_of
 from minillm.parallel.tensor_parallel.quantized import shard_of
 from minillm.quantize.formats import NF4

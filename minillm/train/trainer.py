@@ -25,7 +25,7 @@ from torch import Tensor
 
 from minillm.adapters.attach import adapted_kinds, without_dropout
 from minillm.adapters.dropout import window_keys
-from minillm.adapters.start import Source, Start
+from minillm.adapters.start import BaseFolder, Start
 from minillm.data import Batch, Conversations, Loader, Preferences, Tokens, dataset_of
 from minillm.measure import Ledger, ledger, span
 from minillm.model import Transformer, check_tokens
@@ -75,7 +75,7 @@ class Trainer:
         workers: int = 1,
         teacher: Transformer | None = None,
         time_parts: bool = True,
-        base: Source | None = None,
+        base: BaseFolder | None = None,
     ):
         self.config, self.device, self.peak_flops = config, torch.device(device), peak_flops
         self._config = config.to_json()

@@ -23,24 +23,16 @@ def _at(places, batch, size, tile):
 
 @_kernel
 def _queries(
-    q,
-    positions,
-    documents,
-    queries,
-    heads,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    FACTORS: tl.constexpr,
+    q, positions, documents, queries, heads, head_dim, DIMS: tl.constexpr, ROWS: tl.constexpr, FACTORS: tl.constexpr
 ):
     """The tile of queries of a program: its head and rows, their queries and where these stand, and where in a
     [batch, heads, queries, head_dim] array a result for them goes."""
     head = tl.program_id(1).to(tl.int64)
     row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIMS)
-    some = _load(q + head * queries * HEAD_DIM, row, queries, HEAD_DIM, dim, FACTORS)
+    some = _load(q + head * queries * head_dim, row, queries, head_dim, dim, FACTORS)
     q_at, q_document = _at(positions, head // heads, queries, row), _at(documents, head // heads, queries, row)
-    place = (head * queries + row)[:, None] * HEAD_DIM + dim[None, :]
-    inside = (row < queries)[:, None] & (dim < HEAD_DIM)[None, :]
+    place = (head * queries + row)[:, None] * head_dim + dim[None, :]
+    inside = (row < queries)[:, None] & (dim < head_dim)[None, :]
     return head, row, dim, some, q_at, q_document, place, inside
 
 
@@ -153,8 +145,7 @@ def backward_keys(
     kv_head = tl.program_id(1).to(tl.int64)
     batch = kv_head // (heads // GROUP)
     column, dim = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DIMS)
-    k_at = _at(key_positions, batch, keys, column)
-    k_document = _at(key_documents, batch, keys, column)
+    k_at, k_document = _at(key_positions, batch, keys, column), _at(key_documents, batch, keys, column)
     block = _load(k + kv_head * keys * HEAD_DIM, column, keys, HEAD_DIM, dim, FACTORS)
     value = _load(v + kv_head * keys * HEAD_DIM, column, keys, HEAD_DIM, dim, FACTORS)
     sum_k, sum_v = tl.zeros((COLUMNS, DIMS), tl.float32), tl.zeros((COLUMNS, DIMS), tl.float32)

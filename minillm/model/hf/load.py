@@ -1,11 +1,11 @@
-"""Hugging Face model folders in and out: config.json and names in `families`, the tensor files in `weights`.
+"""A Hugging Face folder as a model: config.json and names in `families`, the tensor files in `weights`.
 
 A folder is read strictly: every tensor the model needs must be there in its shape and none may be left over, because a
 tensor that is silently skipped gives a model that only seems to work.
 """
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,17 +14,7 @@ from tqdm.auto import tqdm
 
 from minillm.model.config import ModelConfig
 from minillm.model.hf import weights
-from minillm.model.hf.families import (
-    COMMON,
-    FAMILIES,
-    Piece,
-    config_from_hf,
-    config_to_hf,
-    hf_name,
-    stored_tensors,
-    with_choices,
-)
-from minillm.model.hf.write import write
+from minillm.model.hf.families import Piece, config_from_hf, hf_name, stored_tensors
 from minillm.model.transformer import Transformer
 
 CONFIG = "config.json"
@@ -80,7 +70,7 @@ def open_folder(folder: Path, max_seq_len: int | None = None) -> OpenedFolder:
     if config.tie_embeddings and _has_other_head(stored):
         config = replace(config, tie_embeddings=False)
     parameters = dict(Transformer(config, device="meta").named_parameters())
-    held = stored_tensors(config, _raw(folder)["model_type"], parameters)
+    held = stored_tensors(config, raw_config(folder)["model_type"], parameters)
     shapes = {each: _shape([piece.of(parameters) for piece in pieces]) for each, pieces in held.items()}
     layout, quantized = _layout(folder, stored), {}
     if layout is not None:
@@ -97,30 +87,6 @@ def open_folder(folder: Path, max_seq_len: int | None = None) -> OpenedFolder:
     return OpenedFolder(config, stored, held, layout, quantized)
 
 
-def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | None = None) -> None:
-    """Writes config.json and safetensors that `load_hf` and transformers read. The save is atomic (see `write`).
-
-    max_shard_bytes: start another file when one would hold more (a larger tensor has its own); None = one file.
-    ValueError if the folder holds a checkpoint of another configuration, OSError if the disk refuses; in both cases
-    what was there still loads. Other files in the folder, and other keys in its config.json, are kept.
-    """
-    folder = Path(folder)
-    whole = dict(Transformer(model.config, device="meta").named_parameters())
-    if missing := sorted(whole.keys() - dict(model.named_parameters()).keys()):
-        raise ValueError(f"the model lacks {missing[0]}: save a quantized one with minillm.quantize.save_quantized.")
-    raw = config_to_hf(model.config, next(model.parameters()).dtype)
-    raw = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | raw  # else transformers has its own
-    check_folder(folder, model.config)
-    if (folder / CONFIG).exists():
-        ours = COMMON.keys() | {key for family in FAMILIES.values() for key in family.keys}  # of another family, too
-        kept = {key: value for key, value in _raw(folder).items() if key not in ours}
-        raw |= {key: value for key, value in kept.items() if raw.get(key) is None}
-    named = dict(model.named_parameters())
-    held = stored_tensors(model.config, raw["model_type"], named)
-    tensors = {each: [piece.of(named).detach() for piece in pieces] for each, pieces in held.items()}
-    write(tensors, folder, max_shard_bytes=max_shard_bytes, beside={CONFIG: raw})
-
-
 def stored_dtype(folder: str | Path) -> torch.dtype:
     """Of the embedding in a folder. ValueError for a type that models do not compute in."""
     embedding, folder = hf_name("embedding.weight"), Path(folder)
@@ -132,7 +98,7 @@ def stored_dtype(folder: str | Path) -> torch.dtype:
 
 def _layout(folder: Path, stored: weights.Stored):
     """How the folder's layers are quantized (`minillm.quantize.folder.Layout`); None if they are not."""
-    raw = _raw(folder).get("quantization_config")
+    raw = raw_config(folder).get("quantization_config")
     if not raw:
         return None
     from minillm.quantize.folder import read_layout  # which imports the model
@@ -144,26 +110,13 @@ def _layout(folder: Path, stored: weights.Stored):
         raise ValueError(f"{folder / CONFIG}: {error}") from error
 
 
-def check_folder(folder: Path, config: ModelConfig) -> None:
-    """ValueError if `folder` holds a checkpoint of another configuration."""
-    if not (folder / CONFIG).exists():
-        return
-    previous = with_choices(read_config(folder), config)
-    if previous != config:
-        name = next(f.name for f in fields(previous) if getattr(previous, f.name) != getattr(config, f.name))
-        raise ValueError(
-            f"{folder} holds a checkpoint of another model ({name} {getattr(previous, name)}, "
-            f"not {getattr(config, name)}): save to another folder."
-        )
-
-
 def read_config(folder: str | Path, max_seq_len: int | None = None) -> ModelConfig:
     """The `ModelConfig` of a Hugging Face folder; ValueError as in `load_hf`."""
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {folder} is not a Hugging Face model folder.")
     try:
-        raw = _raw(Path(folder))
+        raw = raw_config(Path(folder))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}).") from error
     try:
@@ -172,7 +125,8 @@ def read_config(folder: str | Path, max_seq_len: int | None = None) -> ModelConf
         raise ValueError(f"{path}: {error}") from error
 
 
-def _raw(folder: Path) -> dict:
+def raw_config(folder: Path) -> dict:
+    """config.json as it stands there."""
     return json.loads((folder / CONFIG).read_text())
 
 

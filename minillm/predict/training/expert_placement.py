@@ -13,7 +13,6 @@ longest processing time first (Graham 1969); with nodes, groups of experts are p
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from minillm.predict.training.moe import check_divides, imbalance
 
@@ -101,21 +100,6 @@ class Simulated:
 def simulate(steps: Sequence[Sequence[float]], assignment: Assignment) -> Simulated:
     """steps: the experts' loads in each step. The imbalance in each, if a layer's time is that of its rows alone."""
     return Simulated(tuple(imbalance(assignment.rank_loads(loads)) for loads in steps))
-
-
-def rebalanced(steps: Sequence[Sequence[float]], ranks: int, slots_per_rank: int, every: int, **how: int) -> Simulated:
-    """A new assignment every `every` steps, made from the loads of the steps since the last one: what a server does,
-    which never knows the loads to come. Until the first one, experts lie round the ranks in order."""
-    if every < 1:
-        raise ValueError(f"every {every}: make a new assignment every 1 step or more.")
-    experts, found = len(steps[0]), []
-    assignment = replicated([1.0] * experts, ranks, slots_per_rank, **how)
-    bounds = [*range(0, len(steps), every), len(steps)]
-    for start, stop in pairwise(bounds):
-        window = steps[start:stop]
-        found += simulate(window, assignment).imbalance
-        assignment = replicated([sum(column) for column in zip(*window, strict=True)], ranks, slots_per_rank, **how)
-    return Simulated(tuple(found))
 
 
 def _pack(weights: Sequence[float], bins: int) -> list[list[int]]:

@@ -1,14 +1,12 @@
 """Lab 16's numbers agree: what its text says with the formulas, planted outliers with the model that they are in."""
 
 import math
-import re
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
-from course.kit import course, masters
 from course.kit.answers import answers_of
 from course.lab16_quantization import experiments, formulas, receipts
 from course.lab16_quantization import experiments_breaks as breaks
@@ -19,24 +17,13 @@ from minillm.predict.serving import quantization as predict
 from minillm.quantize import Int
 from minillm.quantize.gptq import gptq
 from minillm.quantize.kv import KV_FORMATS, rounded_rows
+from tests.course.labs.lab_text import numbers_of
 
-ANSWERS = answers_of("16_quantization")
-TEXT = "\n".join(
-    cell.source
-    for cell in masters.lab(course.masters(course.home())["16_quantization"]).cells
-    if cell.cell_type == "markdown"
-)
+ANSWERS, said = answers_of("16_quantization"), numbers_of("16_quantization")
 
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-def said(pattern: str) -> tuple[float, ...]:
-    """The numbers that a sentence of the lab gives."""
-    found = re.search(pattern, " ".join(TEXT.split()))
-    assert found, pattern
-    return tuple(float(group.replace(",", "")) for group in found.groups())
 
 
 def test_design_of_one_card_has_the_numbers_of_its_answer():

@@ -1,12 +1,10 @@
 """Lab 17's numbers agree: what its text says with the formulas, what its programs log with their bugs."""
 
 import random
-import re
 
 import pytest
 import torch
 
-from course.kit import course, masters
 from course.kit.answers import answers_of
 from course.lab17_adapters import experiments, formulas, receipts
 from course.lab17_adapters import experiments_breaks as breaks
@@ -17,17 +15,9 @@ from course.lab17_adapters.experiments import FAR, NEAR, BatchCost, Tuned
 from minillm.adapters.store import digest_of
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.training.adapters import LAYERS, Adapters
+from tests.course.labs.lab_text import numbers_of
 
-ANSWERS = answers_of("17_adapters")
-CELLS = masters.lab(course.masters(course.home())["17_adapters"]).cells
-TEXT = "\n".join(cell.source for cell in CELLS if cell.cell_type == "markdown")
-
-
-def said(pattern: str) -> tuple[float, ...]:
-    """The numbers that a sentence of the lab gives."""
-    found = re.search(pattern, " ".join(TEXT.split()))
-    assert found, pattern
-    return tuple(float(group.replace(",", "")) for group in found.groups())
+ANSWERS, said = answers_of("17_adapters"), numbers_of("17_adapters")
 
 
 def test_design_of_one_node_has_the_numbers_of_its_answer():

@@ -1,11 +1,9 @@
 """Lab 18's numbers agree: what its text says with the formulas, what its programs log with their bugs."""
 
 import random
-import re
 
 import pytest
 
-from course.kit import course, masters
 from course.kit.answers import answers_of
 from course.lab18_distributed_serving import experiments, formulas, receipts
 from course.lab18_distributed_serving import experiments_breaks as breaks
@@ -14,17 +12,9 @@ from course.lab18_distributed_serving.pipeline import Trace, play
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
 from minillm.predict.planner.serving import rank_serving
+from tests.course.labs.lab_text import numbers_of
 
-ANSWERS = answers_of("18_distributed_serving")
-CELLS = masters.lab(course.masters(course.home())["18_distributed_serving"]).cells
-TEXT = " ".join("\n".join(cell.source for cell in CELLS if cell.cell_type == "markdown").split())
-
-
-def said(pattern: str) -> tuple[float, ...]:
-    """The numbers that a sentence of the lab gives."""
-    found = re.search(pattern, TEXT)
-    assert found, pattern
-    return tuple(float(group.replace(",", "")) for group in found.groups())
+ANSWERS, said = answers_of("18_distributed_serving"), numbers_of("18_distributed_serving")
 
 
 def test_the_design_question_has_the_numbers_of_its_answer():

@@ -1,13 +1,12 @@
 """Lab 25's numbers agree: what its text says with the formulas, and what it measures with what it says it measures."""
 
-import re
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
-from course.kit import checks, course, exercises, masters
+from course.kit import checks, exercises
 from course.kit.answers import answers_of
 from course.lab25_kernels import experiments, formulas, launches, receipts
 from course.lab25_kernels import experiments_breaks as breaks
@@ -15,20 +14,9 @@ from course.lab25_kernels.experiments_recorded import Recorded, Toy
 from course.lab25_kernels.tried import Case
 from course.shared.kernels import INSTALLED
 from minillm.predict import kernels
+from tests.course.labs.lab_text import numbers_of
 
-ANSWERS = answers_of("25_kernels")
-TEXT = " ".join(
-    cell.source
-    for cell in masters.lab(course.masters(course.home())["25_kernels"]).cells
-    if cell.cell_type == "markdown"
-)
-
-
-def said(pattern: str) -> tuple[float, ...]:
-    """The numbers that a sentence of the lab gives."""
-    found = re.search(pattern, " ".join(TEXT.split()))
-    assert found, pattern
-    return tuple(float(group.replace(",", "")) for group in found.groups())
+ANSWERS, said = answers_of("25_kernels"), numbers_of("25_kernels")
 
 
 def test_the_first_answer_is_arithmetic():

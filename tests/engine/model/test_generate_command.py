@@ -93,7 +93,7 @@ def test_defaults_come_from_the_checkpoint_and_the_command_line_wins(folder, cap
 def test_dtype_and_context(folder, monkeypatch, capsys):
     loaded = []
     monkeypatch.setattr(
-        command, "load_hf", lambda *args, **options: loaded.append(load_hf(*args, **options)) or loaded[-1]
+        "minillm.serve.load.load_hf", lambda *args, **options: loaded.append(load_hf(*args, **options)) or loaded[-1]
     )
     for options in ([], ["--dtype", "auto"], ["--dtype", "float16"], ["--max-seq-len", "128"]):
         assert run(["generate", "def f", "--max-new-tokens", "2", "--model", str(folder), *options]) == 0

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minillm.model import ModelConfig, RopeScaling, Transformer, load_hf, save_hf
-from minillm.model.hf.load import config_from_hf, config_to_hf, read_config
+from minillm.model.hf.families import config_from_hf, config_to_hf
+from minillm.model.hf.load import read_config
 from minillm.model.hf.write import plan_shards
 
 SIZES = dict(vocab_size=67, hidden_size=32, intermediate_size=48, max_position_embeddings=128, rms_norm_eps=1e-5)

@@ -15,6 +15,7 @@ from minillm.parallel import FullyShard
 from minillm.parallel.sharding.gather import gather
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train import checkpoint_blocks, decay_groups
+from tests.engine.parallel.seam_programs import said
 
 SMALL = ModelConfig(
     vocab_size=67, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=2, max_seq_len=16, tie_embeddings=True
@@ -259,7 +260,7 @@ def restored(group, pair):
         (second.load_state_dict, wanted | {"norm.weight": torch.ones(3)}),
         (again.load_state_dict, whole[1] | {"names": ["other", *whole[1]["names"][1:]]}),
     ):
-        errors.append(message(load, state))
+        errors.append(said(load, state))
     return distance, errors
 
 
@@ -283,15 +284,6 @@ def against_fully_shard(group):
             optimizer.zero_grad()
     theirs = {name: tensor.full_tensor() for name, tensor in peer.state_dict().items()}
     return far(sharded.state_dict(), theirs), abs(norms[1] / norms[0] - 1).item()
-
-
-def message(call, *args, **kwargs):
-    """What a ValueError says."""
-    try:
-        call(*args, **kwargs)
-    except ValueError as error:
-        return str(error)
-    return "no error"
 
 
 # Models that are not used as one would like.
@@ -320,32 +312,32 @@ class Toy(nn.Module):
 
 def corners(group):
     errors = {
-        "model": message(FullyShard, Toy(5 + group.rank), group),
-        "frozen": message(FullyShard, _frozen(Toy(), "head.bias" if group.rank else ""), group),
-        "tied": message(FullyShard, _tied(Toy()), group),
-        "blocks": message(FullyShard, Toy(), group, blocks=["stem.9"]),
-        "no blocks": message(FullyShard, nn.Linear(2, 2), group),
-        "prefetch": message(FullyShard, Toy(), group, prefetch=-1),
-        "meta": message(FullyShard, Transformer(SMALL, device="meta"), group),
-        "shape": message(FullyShard, Transformer(SMALL, device="meta"), group, initialize=lambda n, s: torch.ones(1)),
-        "nothing": message(FullyShard, nn.ModuleList(), group, blocks=[]),
+        "model": said(FullyShard, Toy(5 + group.rank), group),
+        "frozen": said(FullyShard, _frozen(Toy(), "head.bias" if group.rank else ""), group),
+        "tied": said(FullyShard, _tied(Toy()), group),
+        "blocks": said(FullyShard, Toy(), group, blocks=["stem.9"]),
+        "no blocks": said(FullyShard, nn.Linear(2, 2), group),
+        "prefetch": said(FullyShard, Toy(), group, prefetch=-1),
+        "meta": said(FullyShard, Transformer(SMALL, device="meta"), group),
+        "shape": said(FullyShard, Transformer(SMALL, device="meta"), group, initialize=lambda n, s: torch.ones(1)),
+        "nothing": said(FullyShard, nn.ModuleList(), group, blocks=[]),
     }
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
     mine = x[group.rank :: group.world_size]
     sharded = FullyShard(Toy(), group)
     early, late = sharded(mine), sharded(mine)
-    errors["moved"] = message(sharded.double)
-    errors["earlier pass"] = message(early.sum().backward)
+    errors["moved"] = said(sharded.double)
+    errors["earlier pass"] = said(early.sum().backward)
     late = sharded(mine).sum()
-    errors["twice"] = message(late.backward, retain_graph=True) + message(late.backward)
+    errors["twice"] = said(late.backward, retain_graph=True) + said(late.backward)
     twice = gradients_of(sharded)["head.weight"]
     sharded.zero_grad()
     sharded(mine).sum().backward()
     once = gradients_of(sharded)["head.weight"]
     sharded.zero_grad()
     sharded.module.order = (0, 2, 1)
-    errors["out of order"] = message(sharded, mine)
-    errors["outside"] = message(FullyShard(Toy(), group).module, mine)
+    errors["out of order"] = said(sharded, mine)
+    errors["outside"] = said(FullyShard(Toy(), group).module, mine)
     orders = {
         "plain": ([(0, 1, 2, 3)] * 2, False),
         "skipped on one rank": ([(0, 1, 2, 3), (0, 2)], True),
@@ -359,7 +351,7 @@ def corners(group):
         found[f"checkpoint {reentrant}"] = _by_order(group, x, orders["plain"][0], False, around)
     lacking = FullyShard(Toy(), group)
     lacking.module.order = [(0, 1, 2, 3), (0, 2)][group.rank]
-    errors["lacking"] = message(lacking(mine).sum().backward)
+    errors["lacking"] = said(lacking(mine).sum().backward)
     return errors, (once, twice), found, _overflow(group, mine)
 
 

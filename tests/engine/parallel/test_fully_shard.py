@@ -149,7 +149,7 @@ def test_bad_input_is_one_sentence(corners):
     for errors, *_ in corners:
         for name, text in wanted.items():
             assert re.search(text, errors[name]), (name, errors[name])
-    assert corners[0][0]["lacking"] == "no error"
+    assert corners[0][0]["lacking"] == "nothing"
     assert "no gradient on rank 1 of group 'world' for blocks.3.weight" in corners[1][0]["lacking"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillm.predict.training.expert_placement import contiguous, packed, rebalanced, replicated, simulate
+from minillm.predict.training.expert_placement import contiguous, packed, replicated
 from minillm.predict.training.moe import imbalance
 
 
@@ -52,16 +52,6 @@ def test_replicas_help_where_one_expert_is_hotter_than_a_rank():
     assert spread.replicas[0] >= 3
 
 
-def test_a_server_that_knows_the_past_alone():
-    steps = skewed(16, steps=12)
-    alone = simulate(steps, contiguous(16, 4)).mean
-    known = simulate(steps, packed(steps[0], 4)).mean
-    served = rebalanced(steps, 4, 6, every=3)
-    assert len(served.imbalance) == 12 and alone > 1.3
-    later = sum(served.imbalance[3:]) / 9
-    assert later < min(alone, known) and later < 1.2
-
-
 def test_bad_input_in_one_sentence():
     for call, message in (
         (lambda: contiguous(6, 4), "6 experts do not divide over 4 ranks"),
@@ -70,7 +60,6 @@ def test_bad_input_in_one_sentence():
         (lambda: replicated([1] * 4, 2, 2, groups=3), "4 experts do not divide into 3"),
         (lambda: replicated([1] * 4, 2, 2, nodes=2), "1 groups do not divide into 2"),
         (lambda: contiguous(4, 2).rank_loads([1, 2]), "2 loads for 4 experts"),
-        (lambda: rebalanced([[1, 2]], 2, 1, every=0), "every 0"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

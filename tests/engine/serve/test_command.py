@@ -223,7 +223,7 @@ def test_a_failed_request_is_shown_and_the_exit_status_says_so(folder, tmp_path,
             model.embedding.weight[5] = float("nan")
         return model
 
-    monkeypatch.setattr(command_module, "load_hf", broken)
+    monkeypatch.setattr("minillm.serve.load.load_hf", broken)
     lines = '{"prompt": [5], "max_tokens": 3}'
     assert batch(folder, tmp_path, lines, "--json", str(tmp_path / "out.json")) == 1
     assert "--- line 1 (failed: its logits are not finite" in capsys.readouterr().out

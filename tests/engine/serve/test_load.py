@@ -11,17 +11,10 @@ from minillm.bench.scheduler import Steady, rows, same_plans
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
+from tests.engine.serve.test_proof import nothing_left
 
 MODEL = Transformer(ModelConfig(40, 16, 32, 1, 2, 1, max_seq_len=64, init_std=0.3), seed=4)
 COUNT = 1000
-
-
-def nothing_left(llm):
-    pool = llm.pool
-    assert pool.free + pool.cached + pool.used == pool.total and pool.used == 0
-    assert pool.references == [0] * pool.total and pool.free_host == pool.num_host_blocks
-    assert llm.unfinished == llm.scheduler.num_waiting == llm.scheduler.num_seqs == 0
-    assert not llm.requests.live and not llm.scheduler.running
 
 
 def test_a_thousand_in_order_and_nobody_waits_longer_than_those_before_take():

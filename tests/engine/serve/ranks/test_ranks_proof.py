@@ -66,8 +66,11 @@ def test_a_few_tokens_by_the_rules_of_nccl():
     check(launch(on_nccl_like(mixed), 2, ("ahead",), COUNT, SEED, timeout=PATIENCE_S)[0])
 
 
-def hold_to(found, right):
-    cancelled = 0
+def hold_to_one_process(ranks, options, sequences, *size):
+    """Answers over ranks, whatever arrives or is cancelled when. size: of the requests, see `requests_of`."""
+    requests, cancelled = requests_of(*size), 0
+    found = launch(random_sequences, ranks, range(sequences), options, requests, timeout=PATIENCE_S)[0]
+    right = alone(model_of("plain"), requests)
     for answers in found:
         for mine, full in zip(answers, right, strict=True):
             for (ids, reason), whole in zip(mine, full, strict=False):
@@ -85,18 +88,10 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("tp", "options"), LAYOUTS)
 def test_random_arrivals_and_cancellations(tp, options):
-    requests = requests_of(9, 7, 10)
-    hold_to(
-        launch(random_sequences, tp, range(8), options, requests, timeout=PATIENCE_S)[0],
-        alone(model_of("plain"), requests),
-    )
+    hold_to_one_process(tp, options, 8, 9, 7, 10)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("tp", "options"), LAYOUTS)
 def test_many_random_arrivals_and_cancellations(tp, options):
-    requests = requests_of(10, 6, 9)
-    hold_to(
-        launch(random_sequences, tp, range(MANY), options, requests, timeout=PATIENCE_S)[0],
-        alone(model_of("plain"), requests),
-    )
+    hold_to_one_process(tp, options, MANY, 10, 6, 9)

@@ -4,8 +4,8 @@ import pytest
 
 from minillm.comm import launch
 from tests.engine.comm.nccl_like import on_nccl_like
-from tests.engine.serve.ranks.programs import OF_STAGES, TIGHT, alone, mixed, model_of, random_sequences, requests_of
-from tests.engine.serve.ranks.test_ranks_proof import COUNT, MANY, PATIENCE_S, SEED, check, hold_to
+from tests.engine.serve.ranks.programs import OF_STAGES, TIGHT, mixed
+from tests.engine.serve.ranks.test_ranks_proof import COUNT, MANY, PATIENCE_S, SEED, check, hold_to_one_process
 
 FEW = ("swapped", "drafts")
 DEEP = ("deep", "deep-drafts")  # five layers on three stages, of which the last alone sees everything
@@ -45,18 +45,10 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("ranks", "options"), LAYOUTS[:1])
 def test_random_arrivals_and_cancellations(ranks, options):
-    requests = requests_of(9, 7, 10)
-    hold_to(
-        launch(random_sequences, ranks, range(8), options, requests, timeout=PATIENCE_S)[0],
-        alone(model_of("plain"), requests),
-    )
+    hold_to_one_process(ranks, options, 8, 9, 7, 10)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "options"), LAYOUTS)
 def test_many_random_arrivals_and_cancellations(ranks, options):
-    requests = requests_of(10, 6, 9)
-    hold_to(
-        launch(random_sequences, ranks, range(MANY), options, requests, timeout=PATIENCE_S)[0],
-        alone(model_of("plain"), requests),
-    )
+    hold_to_one_process(ranks, options, MANY, 10, 6, 9)
