@@ -293,7 +293,7 @@ def test_preemption_swap_forks_speculation_chunks_and_shared_prefixes_give_the_t
         assert bool(swapped) == ("preemption" in options)
         assert sum(output.hit for output in again) > 0 and llm.pool.copied > 0
         if "chunk" in options:
-            assert sum(len([part for part in record.batch if part[2] == 4]) for record in llm.records) > len(prompts)
+            assert max(tokens for record in llm.records for _, _, tokens in record.batch) == 5  # of 13
         if "proposer" in options:
             assert sum(output.accepted for output in outputs) > 0
 
