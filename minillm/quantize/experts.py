@@ -4,6 +4,7 @@ mlp.experts.gate_up_proj [experts, 2, intermediate, hidden]   ->   mlp.experts.3
 mlp.experts.down_proj    [experts, hidden, intermediate]      ->   mlp.experts.3.down_proj
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -23,10 +24,10 @@ class SeparateExperts(nn.ModuleList):
     def __init__(self, experts: Experts, config: ModelConfig):
         super().__init__()
         config = replace(config, intermediate_size=experts.down_proj.shape[2], mlp_bias=False)
-        for (gate, up), down in zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True):
+        for parts in weights_of_each(experts):
             with torch.device("meta"):
                 expert = MLP(config)
-            for name, weight in zip(PROJECTIONS, (gate, up, down), strict=True):
+            for name, weight in parts.items():
                 getattr(expert, name).weight = nn.Parameter(weight, requires_grad=False)
             self.append(expert)
 
@@ -34,6 +35,12 @@ class SeparateExperts(nn.ModuleList):
         """rows: [rows, hidden], sorted by expert; counts: [num_experts], rows of each -> [rows, hidden]."""
         parts = zip(self, rows.split(counts.tolist()), strict=True)
         return torch.cat([expert(part) if len(part) else part for expert, part in parts])
+
+
+def weights_of_each(experts: Experts) -> Iterator[dict[str, Tensor]]:
+    """Of each expert the weights of its layers, views of the stacked ones."""
+    for (gate, up), down in zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True):
+        yield dict(zip(PROJECTIONS, (gate, up, down), strict=True))
 
 
 def separate_experts(model: Transformer) -> None:

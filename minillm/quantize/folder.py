@@ -186,11 +186,10 @@ def empty_model(
         rows = [linears[module_of(piece)].out_features for piece in pieces]
         inputs = linears[module_of(pieces[0])].in_features
         codes, grid = layout.read(weight, [sum(rows), inputs], stored)
-        codes, grid = codes.to(device), Grid(*(None if each is None else each.to(device) for each in grid))
-        start = 0
+        codes, grid, start = codes.to(device), grid.map(lambda each: each.to(device)), 0
         for piece, count in zip(pieces, rows, strict=True):
             own = slice(start, start + count)
-            part = Grid(*(None if each is None else each[own].clone() for each in grid))
+            part = grid.map(lambda each, own=own: each[own].clone())
             has_bias = linears[module_of(piece)].bias is not None
             bias = torch.empty(count, dtype=dtype, device=device) if has_bias else None
             layers[module_of(piece)] = QuantizedLinear(

@@ -16,6 +16,7 @@ codes in order, which is how `compressed-tensors` stores them.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -37,18 +38,24 @@ class Grid(NamedTuple):
     scale: Tensor
     zero: Tensor | None = None
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Grid":
+        """What a change makes of both."""
+        return Grid(*(None if each is None else change(each) for each in self))
+
     def spread(self, size: int) -> "Grid":
         """One scale and zero point for each of `size` inputs: [out, size]."""
-        return Grid(*(None if each is None else each.repeat_interleave(size // each.shape[1], 1) for each in self))
+        return self.map(lambda each: each.repeat_interleave(size // each.shape[1], 1))
 
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """group: inputs that share a scale; None = all of an output. scale_dtype: in which scales are kept."""
+    """group: inputs that share a scale; None = all of an output. scale_dtype: in which scales are kept. least: the
+    first code."""
 
     group: int | None = None
     scale_dtype: torch.dtype = torch.bfloat16
     bits: ClassVar[int] = 8
+    least: ClassVar[int] = 0
     code_dtype: ClassVar[torch.dtype] = torch.uint8
 
     def __post_init__(self):
@@ -97,10 +104,10 @@ class Format(ABC):
 
     def pack(self, codes: Tensor) -> Tensor:
         """[out, in] codes, one to an element -> as they are kept."""
-        return codes
+        return codes if self.bits == 8 else pack_halves(codes - self.least)
 
     def unpack(self, stored: Tensor) -> Tensor:
-        return stored
+        return stored if self.bits == 8 else unpack_halves(stored).to(self.code_dtype) + self.least
 
     def _stored(self, scale: Tensor) -> Tensor:
         """The scale as it will be read back: codes are chosen for the scale that is kept, not for the exact one."""
@@ -148,12 +155,6 @@ class Int(Format):
         codes = codes.to(grid.scale.dtype)
         return (codes if grid.zero is None else codes - grid.zero) * grid.scale
 
-    def pack(self, codes: Tensor) -> Tensor:
-        return codes if self.bits == 8 else pack_halves(codes + 8)
-
-    def unpack(self, stored: Tensor) -> Tensor:
-        return stored if self.bits == 8 else unpack_halves(stored).to(torch.int8) - 8
-
 
 @dataclass(frozen=True)
 class NF4(Format):
@@ -178,12 +179,6 @@ class NF4(Format):
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
         levels = torch.tensor(NF4_LEVELS, dtype=grid.scale.dtype, device=codes.device)
         return levels[codes.int()] * grid.scale
-
-    def pack(self, codes: Tensor) -> Tensor:
-        return pack_halves(codes)
-
-    def unpack(self, stored: Tensor) -> Tensor:
-        return unpack_halves(stored)
 
 
 @dataclass(frozen=True)

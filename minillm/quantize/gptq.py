@@ -34,13 +34,13 @@ def gptq(
     diagonal += damping * diagonal.mean()
     order = diagonal.argsort(descending=True) if by_activation else torch.arange(size, device=weight.device)
     weight, upper = weight[:, order], _inverse_factor(hessian[order][:, order])
-    wide = Grid(*(None if each is None else each[:, order] for each in grid.spread(size)))
+    wide = grid.spread(size).map(lambda each: each[:, order])
     codes = []
     for start in range(0, size, BLOCK):
         end = min(start + BLOCK, size)
         errors = torch.zeros(len(weight), end - start, device=weight.device)
         for column in range(start, end):
-            own = Grid(*(None if each is None else each[:, column] for each in wide))
+            own = wide.map(lambda each, at=column: each[:, at])
             codes.append(format.encode(weight[:, column], own))
             error = (weight[:, column] - format.decode(codes[-1], own)) / upper[column, column]
             weight[:, column:end] -= error[:, None] * upper[column, column:end]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from minillm.model.moe.experts import Experts
 from minillm.model.transformer import Block, Transformer, check_tokens
 from minillm.quantize.calibrate import Group, block_by_block, groups_of
-from minillm.quantize.experts import PROJECTIONS, separate_experts
+from minillm.quantize.experts import separate_experts, weights_of_each
 from minillm.quantize.formats import Format, Int
 from minillm.quantize.gptq import gptq
 from minillm.quantize.joined import join_layers
@@ -145,11 +145,10 @@ def _prepare(group: Group, settings: Settings) -> None:
 
 
 def _rounded(layer: nn.Linear, group: Group, settings: Settings) -> QuantizedLinear:
+    codes = grid = None
     if settings.method == "gptq" and group.inputs.rows:
         codes, grid = gptq(layer.weight, group.inputs.gram, settings.format, damping=settings.damping)
-        bias = None if layer.bias is None else layer.bias.detach()
-        return QuantizedLinear(settings.format, settings.format.pack(codes), grid, bias)
-    return QuantizedLinear.of(layer, settings.format, quantizes_inputs=settings.quantizes_inputs)
+    return QuantizedLinear.of(layer, settings.format, grid, codes, quantizes_inputs=settings.quantizes_inputs)
 
 
 def _relative_error(weight: Tensor, rounded: Tensor, group: Group) -> float:
@@ -166,9 +165,8 @@ def _check_layers(model: Transformer, settings: Settings) -> None:
     weights = {name: module.weight for name, module in model.named_modules() if type(module) is nn.Linear}
     for name, module in model.named_modules():
         if isinstance(module, Experts):
-            for number, ((gate, up), down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
-                parts = zip(PROJECTIONS, (gate, up, down), strict=True)
-                weights |= {f"{name}.{number}.{part}": weight for part, weight in parts}
+            for number, parts in enumerate(weights_of_each(module)):
+                weights |= {f"{name}.{number}.{part}": weight for part, weight in parts.items()}
     weights = {name: weight for name, weight in weights.items() if name.startswith("blocks.")}
     if unknown := [part for part in settings.skip if not any(part in name for name in weights)]:
         such = next(iter(weights))

@@ -56,14 +56,21 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, linear: nn.Linear, format: Format, grid: Grid | None = None, **options) -> "QuantizedLinear":
-        """A layer's weights, each rounded to the nearest value of the grid; None = the one that covers its groups."""
+    def of(
+        cls,
+        linear: nn.Linear,
+        format: Format,
+        grid: Grid | None = None,
+        codes: Tensor | None = None,
+        **options,
+    ) -> "QuantizedLinear":
+        """A layer's weights as codes of the grid, [out, in]; None = the nearest, of the grid that covers its groups."""
         weight = linear.weight.detach().float()
         format.check_size(weight.shape[1])
         grid = grid or format.grid(weight)
-        codes = format.pack(format.encode(weight, grid.spread(weight.shape[1])))
+        codes = format.encode(weight, grid.spread(weight.shape[1])) if codes is None else codes
         bias = None if linear.bias is None else linear.bias.detach()
-        return cls(format, codes, grid, bias, **options)
+        return cls(format, format.pack(codes), grid, bias, **options)
 
     @property
     def weight(self) -> Tensor:

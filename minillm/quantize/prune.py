@@ -20,18 +20,14 @@ def magnitude_mask(weight: Tensor, sparsity: float, norms: Tensor | None = None)
     norms: [in], ‖x‖ of each input; None = all alike."""
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity {sparsity} must lie in 0 .. 1, without 1.")
-    count = int(sparsity * weight.shape[1])
-    smallest = _effect(weight, norms).argsort(dim=1, stable=True)[:, :count]
-    return torch.ones_like(weight, dtype=torch.bool).scatter_(1, smallest, False)
+    return _without_smallest(_effect(weight, norms), int(sparsity * weight.shape[1]))
 
 
 def two_of_four_mask(weight: Tensor, norms: Tensor | None = None) -> Tensor:
     """[out, in], True for the two of every four inputs in a row that matter most."""
     if weight.shape[1] % 4:
         raise ValueError(f"{weight.shape[1]} inputs are not a multiple of 4: 2:4 needs whole fours.")
-    fours = _effect(weight, norms).unflatten(1, (-1, 4))
-    smallest = fours.argsort(dim=2, stable=True)[:, :, :2]
-    return torch.ones_like(fours, dtype=torch.bool).scatter_(2, smallest, False).flatten(1)
+    return _without_smallest(_effect(weight, norms).unflatten(1, (-1, 4)), 2).flatten(1)
 
 
 def low_rank(weight: Tensor, rank: int, gram: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -49,6 +45,12 @@ def low_rank(weight: Tensor, rank: int, gram: Tensor | None = None) -> tuple[Ten
     if factor is not None:
         right = torch.linalg.solve_triangular(factor, right, upper=False, left=False)
     return left.to(weight.dtype), right.to(weight.dtype)
+
+
+def _without_smallest(effect: Tensor, count: int) -> Tensor:
+    """False for so many of each row, the last axis; of equal ones the first."""
+    smallest = effect.argsort(dim=-1, stable=True)[..., :count]
+    return torch.ones_like(effect, dtype=torch.bool).scatter_(-1, smallest, False)
 
 
 def _effect(weight: Tensor, norms: Tensor | None) -> Tensor:

@@ -24,7 +24,6 @@ from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import check_heads, part_of
 from minillm.parallel.tensor_parallel.quantized import check_divides, cut_codes, part_of_codes, put_quantized
 from minillm.quantize.folder import Layout, module_of
-from minillm.quantize.formats import Grid
 from minillm.quantize.hub import HubLayout
 from minillm.quantize.linear import QuantizedLinear
 
@@ -148,10 +147,10 @@ def _read_codes(
         else:
             window = Window(stored, range(outputs), range(inputs), (outputs, inputs))
             codes, grid = layout.read(stored_name, [outputs, inputs], window)
-            of_piece = Grid(*(each[start : start + count] for each in grid if each is not None))
+            of_piece = grid.map(lambda each, own=slice(start, start + count): each[own])
             codes, grid = cut_codes(codes[start : start + count], of_piece, part)
         bytes_read += window.bytes_read
-        codes, grid = codes.to(device), Grid(*(each.to(device) for each in grid if each is not None))
+        codes, grid = codes.to(device), grid.map(lambda each: each.to(device))
         bias_name = f"{name}.bias"
         bias = torch.empty(len(codes), dtype=whole[bias_name].dtype, device=device) if bias_name in whole else None
         found[name] = QuantizedLinear(layout.format, layout.format.pack(codes), grid, bias, layout.quantizes_inputs)

@@ -225,13 +225,13 @@ def test_awq_and_gptq_are_no_worse_than_round_to_nearest_on_any_layer_of_the_tar
     ids=["int8", "int4 by AWQ"],
 )
 def test_the_target_predicts_held_out_text_nearly_as_well(settings, most, target):
-    """Bits per byte of files it was not trained on: at most 0.1 % more in int8, 2 % in int4."""
+    """Bits per byte of files it was not trained on change by at most 0.1 % in int8, 2 % in int4."""
     original, windows = target
     quantized, folder = copy.deepcopy(original), folder_of("target")
     quantize(quantized, settings, windows if settings.needs_text else None)
     held_out = tokenize(corpus(), Tokenizer.load(folder), "validation")
     rows = compare(original, quantized, held_out, "quantized", windows=8)
-    assert rows[1].bits_per_byte / rows[0].bits_per_byte - 1 < most
+    assert abs(rows[1].bits_per_byte / rows[0].bits_per_byte - 1) < most
     assert rows[1].bytes < 0.4 * rows[0].bytes and rows[1].agreement > 0.85 and rows[1].kl < 0.05
 
 
@@ -270,21 +270,32 @@ def test_the_engine_gives_the_tokens_of_a_naive_loop(format, family):
     assert [output.answers[0].ids for output in outputs] == expected
 
 
-def test_preemption_swap_forks_speculation_and_shared_prefixes_give_the_tokens_of_a_naive_loop():
+@pytest.mark.parametrize("format", [Int(), INT4], ids=str)
+def test_preemption_swap_forks_speculation_chunks_and_shared_prefixes_give_the_tokens_of_a_naive_loop(format):
+    """And each of them did happen."""
     model = small(max_seq_len=64)
-    quantize(model, Settings(INT4))
-    prompts = [ids()[0, :9].tolist() + row[:3].tolist() for row in ids(windows=4, seed=6)]
+    quantize(model, Settings(format))
+    prompts = [ids()[0, :9].tolist() + row[:4].tolist() for row in ids(windows=4, seed=6)]
     expected = [list(generate(model, prompt, 16)) for prompt in prompts]
     for options in (
         {"num_blocks": 14},  # too few for all: sequences are preempted
         {"num_blocks": 14, "preemption": "swap"},
+        {"num_blocks": 64, "chunk": 5},
         {"num_blocks": 64, "proposer": proposer_named("ngram", model), "k": 3},
     ):
-        llm = LLM(model, block_size=4, max_num_seqs=4, **options)
+        llm, swapped = LLM(model, block_size=4, max_num_seqs=4, **options), []
+        llm.pool.swap_out = lambda blocks, swap=llm.pool.swap_out, to=swapped: (to.append(blocks), swap(blocks))[1]
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16))
         assert [output.answers[0].ids for output in outputs] == expected
         again = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, n=2))
         assert [answer.ids for output in again for answer in output.answers] == [e for e in expected for _ in range(2)]
+        assert (sum(output.preemptions for output in outputs + again) > 0) == (options["num_blocks"] == 14)
+        assert bool(swapped) == ("preemption" in options)
+        assert sum(output.hit for output in again) > 0 and llm.pool.copied > 0
+        if "chunk" in options:
+            assert max(tokens for record in llm.records for _, _, tokens in record.batch) == 5  # of 13
+        if "proposer" in options:
+            assert sum(output.accepted for output in outputs) > 0
 
 
 @pytest.mark.parametrize(

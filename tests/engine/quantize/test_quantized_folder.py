@@ -87,7 +87,7 @@ def test_families_with_biases_fused_tensors_and_experts(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("llama", each) for each in FORMATS] + [("qwen3", "int4 with zero points")]
+    ("family", "name"), [("llama", each) for each in FORMATS] + [("qwen3", "int4 with zero points"), ("qwen3", "int8")]
 )
 def test_transformers_computes_the_same_logits(family, name, tmp_path):
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -102,7 +102,7 @@ def test_transformers_computes_the_same_logits(family, name, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, **more)
     with torch.no_grad():
         expected = theirs(ids()).logits
-    assert (model(ids()) - expected).abs().max() < 1e-3 * expected.abs().max()
+    assert (model(ids()) - expected).abs().max() < 1e-3 < 1e-2 * expected.abs().max()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -49,6 +49,7 @@ def fp8(rows):
 
 
 ROUNDING = {"int8": int8, "fp8": fp8}
+WINDOWS = {"sliding_window": 5, "full_attention_layers": (1,)}  # two pools of blocks
 
 
 class Naive:
@@ -171,7 +172,7 @@ def test_tokens_equal_those_of_a_naive_loop_with_the_same_rounding(name, kv):
 @pytest.mark.parametrize("kv", ROUNDING)
 @pytest.mark.parametrize(
     "variant",
-    [{"num_kv_heads": 1}, {"num_kv_heads": 4, "head_dim": 6}, {"sliding_window": 5}, {"qk_norm": True}],
+    [{"num_kv_heads": 1}, {"num_kv_heads": 4, "head_dim": 6}, {"sliding_window": 5}, {"qk_norm": True}, WINDOWS],
     ids=str,
 )
 def test_other_models(variant, kv):
