@@ -12,9 +12,10 @@ served beside one base:
 
     grouped.py      adapters of different ranks in one batch: a slice of rows and two thin products for each
     routed.py       a model whose passes add them, without a layer being replaced
-    cut.py          of adapters beside a model that is cut over ranks, what a rank keeps
     store.py        which are on the device, within a budget: `LLM(model, adapters={"french": "adapters/french"})`
     ../serve/run/adapters.py    what the engine asks of them
+    cut.py          what a rank keeps of them beside its part of a model
+    ../serve/ranks/adapters.py  what the ranks do with that
 """
 
 from minillm.adapters.attach import adapters, attach, detach, merge, switched_off, unmerge

@@ -8,14 +8,20 @@ So a step sends as many bytes with adapters as without. A stage keeps those of i
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from minillm.adapters.peft_folder import sizes_of_layers
 from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
+from minillm.parallel.tensor_parallel.layers import RowParallelLinear
 from minillm.parallel.tensor_parallel.plan import part_of
-from minillm.parallel.tensor_parallel.quantized import shard_of
+from minillm.parallel.tensor_parallel.quantized import QuantizedRow, shard_of
+
+if TYPE_CHECKING:
+    from minillm.adapters.routed import Routes
 
 Pair = tuple[Tensor, Tensor]  # A, [rank, in], and B, [out, rank]
 
@@ -44,3 +50,18 @@ class Cut:
         part = shard_of(part_of(self.config, f"{name}.weight", self.group.rank, self.group.world_size))
         dim = getattr(part, "dim", None)  # a router is whole everywhere
         return part.cut(a) if dim == 1 else a, part.cut(b) if dim == 0 else b
+
+
+class RoutedRow(nn.Module):
+    """In place of a row layer that is cut over ranks: [..., inputs / world_size] -> [..., outputs], summed."""
+
+    def __init__(self, layer: RowParallelLinear | QuantizedRow, routes: "Routes", name: str):
+        super().__init__()
+        self.layer, self.routes, self.name = layer, routes, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.layer
+        share = layer.layer(x) if isinstance(layer, QuantizedRow) else F.linear(x, layer.weight)
+        y = layer.region.end(self.routes.add(self.name, share, x))
+        bias = getattr(layer, "bias", None)
+        return y if bias is None else y + bias

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minillm.adapters.cut import RoutedRow
 from minillm.adapters.grouped import Matrices, Segment, add_updates
 from minillm.model.parts import blocks_of
 from minillm.parallel.tensor_parallel.layers import RowParallelLinear
@@ -67,21 +67,6 @@ class RoutedOutput:
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor:
         return self.routes.add(self.name, y, inputs[0])
-
-
-class RoutedRow(nn.Module):
-    """In place of a row layer that is cut over ranks: [..., inputs / world_size] -> [..., outputs], summed."""
-
-    def __init__(self, layer: RowParallelLinear | QuantizedRow, routes: Routes, name: str):
-        super().__init__()
-        self.layer, self.routes, self.name = layer, routes, name
-
-    def forward(self, x: Tensor) -> Tensor:
-        layer = self.layer
-        share = layer.layer(x) if isinstance(layer, QuantizedRow) else F.linear(x, layer.weight)
-        y = layer.region.end(self.routes.add(self.name, share, x))
-        bias = getattr(layer, "bias", None)
-        return y if bias is None else y + bias
 
 
 def routes_of(model: nn.Module) -> Routes:

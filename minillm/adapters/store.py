@@ -31,7 +31,7 @@ import torch
 
 from minillm.adapters.attach import adapters as attached_adapters
 from minillm.adapters.cut import Cut, Pair
-from minillm.adapters.grouped import NO_ADAPTER, Matrices, segments_of
+from minillm.adapters.grouped import Matrices, segments_of
 from minillm.adapters.peft_folder import CONFIG, TENSORS, Adapter, check_fits, read_peft, sizes_of_layers
 from minillm.adapters.routed import OfLayer, routes_of
 from minillm.adapters.start import BaseFolder
@@ -178,18 +178,6 @@ class AdapterStore:
         for number in wanted:
             self._resident.move_to_end(number)
         with routes_of(self.model).taken(segments, wanted):
-            yield
-
-    @contextmanager
-    def routed_as_told(self, adapters: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
-        """`routed` on a rank that is only told the steps: whoever told this one has registered and held its adapters,
-        and so does this rank. RuntimeError if it cannot."""
-        wanted, names = {int(number) for number in adapters} - {NO_ADAPTER}, self.names
-        for number in wanted:
-            self.registered(names[number])
-        for reason in self.hold(wanted).values():
-            raise RuntimeError(f"an adapter that rank 0 has loaded cannot be loaded here: {reason}")
-        with self.routed(adapters, counts):
             yield
 
     def _parts(self, adapter: Adapter) -> dict[str, Pair]:

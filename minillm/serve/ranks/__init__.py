@@ -11,11 +11,12 @@ Reading order:
 2. `message.py`   a step as one row of numbers, and how it reaches the other ranks
 3. `runner.py`    a `Runner` whose steps are told, and whose logits are joined only where they are read whole
 4. `part.py`      a rank's part of a model as an engine takes it; what the ranks have to agree on beforehand
+5. `adapters.py`  beside a part, each rank's part of the adapters
 With stages, which have some of the layers each and are shared by ranks in turn:
-5. `stage.py`              a stage's layers, taken out of the whole model
-6. `stage_runner.py`       hidden states from stage to stage
-7. `reply.py`              tokens from the last stage to rank 0
-8. `../run/pipelined.py`   as many steps under way as there are stages
+6. `stage.py`              a stage's layers, taken out of the whole model
+7. `stage_runner.py`       hidden states from stage to stage
+8. `reply.py`              tokens from the last stage to rank 0
+9. `../run/pipelined.py`   as many steps under way as there are stages
 The layers are those that train (`minillm/parallel/tensor_parallel`, `pipeline_parallel`), and so is what cuts and loads
 them.
 

@@ -2,15 +2,15 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from minillm.comm import Group, Mesh
 from minillm.data import Tokenizer
-from minillm.model import ModelConfig, Transformer
+from minillm.model import Transformer
 from minillm.model.generate import folder_of
 from minillm.model.hf.generation_config import read_generation_config
 from minillm.parallel.tensor_parallel.load import load_part
@@ -18,12 +18,9 @@ from minillm.parallel.tensor_parallel.quantized import cut_quantized
 from minillm.serve.engine import LLM
 from minillm.serve.load import dtype_of
 from minillm.serve.numbers import check_whole
-from minillm.serve.ranks.part import as_part, layers_of
+from minillm.serve.ranks.part import as_part
 from minillm.serve.ranks.stage import Stage
 from minillm.serve.speculate.registry import proposer_named
-
-if TYPE_CHECKING:
-    from minillm.adapters.store import AdapterStore
 
 OF_FOLDER = ("device", "dtype", "max_seq_len")
 READ_TARGET = ("medusa", "eagle", "early-exit")  # proposers that compute with the target's own layers
@@ -110,21 +107,13 @@ def _engine(
     if group.rank == 0 and proposer is not None:
         options["proposer"] = proposer_named(proposer, model) if isinstance(proposer, str) else proposer
     if (adapters := options.get("adapters")) is not None:
-        options["adapters"] = _store(adapters, model, whole, sharers)
+        from minillm.serve.ranks.adapters import store_of_part
+
+        options["adapters"] = store_of_part(adapters, model, whole, sharers)
     llm = LLM(**found | options | ({} if prefill is None else {"windows_apart": False}))
     if prefill is not None:
         llm.handovers = prefill.attach(llm, whole)
     return llm
-
-
-def _store(adapters: Any, model: Transformer | Stage, whole: ModelConfig, sharers: Group) -> "AdapterStore":
-    from minillm.adapters.cut import Cut
-    from minillm.adapters.store import AdapterStore
-
-    if not callable(adapters) and not isinstance(adapters, Mapping):
-        raise ValueError(f"adapters {adapters!r} over ranks must be folders by name: a store is of a whole model.")
-    make = adapters if callable(adapters) else partial(AdapterStore, folders=adapters)
-    return make(model=model, cut=Cut(whole, sharers, layers_of(model)))
 
 
 def _run(llm: LLM, group: Group, use: Callable[[LLM], Result]) -> Result | None:

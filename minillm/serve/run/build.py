@@ -1,6 +1,8 @@
 """An engine's parts: how many blocks, the memory for them, what is compiled and recorded beforehand."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,8 +113,7 @@ def build_runner(
     caches = [
         PagedCache(config, each.total, each.block_size, format=kv_format, layers=own, **where) for each, own in kinds
     ]
-    told = (group := group_of(model)) is not None and group.rank > 0
-    routed = {} if adapters is None else {"routed": adapters.routed_as_told if told else adapters.routed}
+    routed = {} if adapters is None else {"routed": _routed(model, adapters)}
     widest = blocks_of_full_length(config, pool.block_size)
     runner = runner_of(model)(
         model,
@@ -128,6 +129,14 @@ def build_runner(
         with gpu_of(weight.device):
             run_warm_up(runner, scheduler.token_budget)
     return runner
+
+
+def _routed(model: Transformer | Stage, adapters: "AdapterStore") -> Callable[..., AbstractContextManager]:
+    if (group := group_of(model)) is None or group.rank == 0:
+        return adapters.routed
+    from minillm.serve.ranks.adapters import routed_as_told
+
+    return partial(routed_as_told, adapters)
 
 
 def runner_of(model: Transformer | Stage) -> type[Runner]:
