@@ -10,7 +10,7 @@ cold-start storm   all missing replicas start at once and share one disk, or one
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from course.lab19_serving_fleet.stage import VOCAB, Clients, Queue, Staged, stage
 from minillm.api.autoscale.controller import Controller, Scaling
@@ -19,6 +19,7 @@ from minillm.api.autoscale.simulated import Job, Outcome, Replica, SimulatedFlee
 from minillm.bench.arrival_times import poisson_times
 from minillm.bench.load import Arrival, arrivals
 from minillm.serve.requests.summary import percentiles
+from minillm.serve.schedule.fair import FairScheduler
 
 NAMES = ("retry storm", "noisy neighbour", "memory collapse", "long prompts", "cold-start storm")
 HEALTHY = "healthy"
@@ -75,6 +76,15 @@ def neighbours(queue: Callable[[], Queue] | None = None, noisy: float = 40.0, se
     quiet = come(between(0, 30, 4, seed), 32, 8, "quiet", seed)
     other = come(between(0, 30, noisy, seed + 1), 32, 8, "noisy", seed + 1) if noisy else []
     return stage(merged(quiet, other), gate=8, queue=None if queue is None else queue())
+
+
+@cache
+def neighbours_inside(noisy: float = 20.0, even_steps: bool = True, seed: int = 0) -> Staged:
+    """No queue in front: the engine's own `FairScheduler` shares places and steps. Prompts have 128 tokens, answers 16,
+    and 11 requests per second can be served. The quiet tenant sends one, which fits half of the places."""
+    quiet = come(between(0, 58, 1, seed), 128, 16, "quiet", seed)
+    other = come(between(0, 60, noisy, seed + 1), 128, 16, "noisy", seed + 1) if noisy else []
+    return stage(merged(quiet, other), until=60, scheduler=partial(FairScheduler, even_steps=even_steps))
 
 
 @cache

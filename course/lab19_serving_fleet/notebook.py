@@ -275,6 +275,12 @@ FairQueue = check("fair-queue", FairQueue)
 receipts.neighbours(FairQueue)
 
 # %% [markdown]
+# A queue in front cannot reach into the engine: all places may be taken when the quiet tenant comes, and the noisy one's
+# prompts make each step long. The last rows are of minillm's `FairScheduler` inside it, with longer prompts. It takes
+# places back, and prompts of a tenant that wants more than its part take no more of a step than keeps the places full.
+# What is left to wait for is the step that runs and the own prompt's. So the tail stays within 1.5 times of being alone
+# *if* these two together do, and if the tenant's requests fit its part of the places.
+#
 # ### Exercise 5 · affinity against balance (25 minutes)
 #
 # A replica that has the prefix of a prompt in its cache (lab 13) saves its prefill. So requests that begin alike should

@@ -6,12 +6,14 @@ receipts_measured.py    a server on this machine, a replica's start
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from course.kit.answers import answers_of
 from course.kit.receipts import Row, formula, row, titled
 from course.lab19_serving_fleet import experiments, queues
 from course.lab19_serving_fleet import incidents as staged
+from course.lab19_serving_fleet.stage import Staged
 from course.shared.table import Table, seconds, table
 from minillm.api.autoscale.policies import Reactive
 from minillm.predict.serving import queueing
@@ -117,7 +119,7 @@ def two_choices_suffice() -> Iterator[Row]:
     yield row("least outstanding herds when counts are 4 s old", True, herd > 3 * least, kind="simulated")
 
 
-@titled("TTFT of the quiet tenant: real engine, simulated clock", open_rows=6)
+@titled("TTFT of the quiet tenant: real engine, simulated clock", open_rows=8)
 def neighbours(fair: Callable | None = None) -> Iterator[Row]:
     """A tenant with a tenth of the other's requests: alone, first come first served, and fair."""
     alone = staged.ttft(staged.neighbours(noisy=0.0), 0.99, "quiet")
@@ -129,6 +131,20 @@ def neighbours(fair: Callable | None = None) -> Iterator[Row]:
     yield row("your queue: p99", None, mine, "s", kind="simulated")
     yield row("    many times nearer to being alone", True, mine - alone < (crowded - alone) / 10, kind="simulated")
     yield row("    p99 of the noisy tenant", None, staged.ttft(shared, 0.99, "noisy"), "s", kind="simulated")
+    own, uneven = (inside(even_steps) for even_steps in (True, False))
+    yield row("inside the engine, fair: p99 / alone", None, own, kind="simulated")
+    yield row("    within 1.5 times of being alone", True, own <= 1.5, kind="simulated")
+    yield row("    prompts may fill a step: p99 / alone", None, uneven, kind="simulated")
+
+
+def inside(even_steps: bool, seeds: Sequence[int] = range(4)) -> float:
+    """How many times later than alone the quiet tenant's first token comes: p99 of the requests of several runs."""
+
+    def p99(**options: Any) -> float:
+        runs = [staged.neighbours_inside(seed=seed, **options) for seed in seeds]
+        return staged.ttft(Staged([story for run in runs for story in run.stories]), 0.99, "quiet")
+
+    return p99(even_steps=even_steps) / p99(noisy=0.0)
 
 
 def affinity(ring: Callable | None = None) -> Table:

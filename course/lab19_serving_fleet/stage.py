@@ -212,7 +212,8 @@ class _Play:
                 self.found.refused += 1
                 continue
             arrival = attempt.story.arrival
-            attempt.request_id = self.llm.add(arrival.prompt, arrival.params, priority=arrival.priority)
+            whose = {"priority": arrival.priority, "salt": arrival.tenant or None}
+            attempt.request_id = self.llm.add(arrival.prompt, arrival.params, **whose)
             self.open[attempt.request_id] = attempt
             self.queue.charge(tenant, len(arrival.prompt))
 
