@@ -9,7 +9,7 @@ import torch
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab13_paged_attention import formulas as predict
-from course.lab13_paged_attention.interpreted import INSTALLED, run
+from course.shared.kernels import INSTALLED, launch
 
 ARGUMENTS = ["q", "k_pool", "v_pool", "table", "y", "context", "scale", "GROUP", "KV_HEADS", "SIZE", "DIM"]
 
@@ -21,14 +21,23 @@ def check_kernel(learner: Callable) -> Receipt:
     if "raise NotImplementedError" in source:
         raise NotImplementedError
     shapes = ((1, 2, 1, 4, 4), (4, 4, 2, 4, 8), (13, 4, 2, 4, 8), (35, 6, 1, 8, 4))
-    cases = [_case(*shape) for shape in shapes]
-    try:
-        found = run(learner, cases)
-    except ValueError as error:
-        raise CheckFailed(f"the kernel stopped in the interpreter: {error}") from None
-    rows = []
-    for (context, heads, kv_heads, size, _), case, y in zip(shapes, cases, found, strict=True):
+    found, rows = [], []
+    for context, heads, kv_heads, size, dim in shapes:
         name = f"{context} keys in blocks of {size}, {heads} query heads on {kv_heads} kv heads"
+        case = _case(context, heads, kv_heads, size, dim)
+        *inputs, y = (case[each] for each in ARGUMENTS[:5])
+        kept = [each.clone() for each in inputs]
+        try:
+            seen = launch(learner, (heads,), *inputs, y, context, dim**-0.5, **case["sizes"])
+        except ValueError as error:
+            raise CheckFailed(f"the kernel stopped in the interpreter: {error}") from None
+        if seen.outside or seen.races:
+            what = (*seen.outside, *seen.races)[0]
+            said = f"{name}: {what}: mask the loads, and let program h alone store y[h]"
+            raise CheckFailed(said, rows, evidence=what)
+        if any(not torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(inputs, kept, strict=True)):
+            raise CheckFailed(f"{name}: the kernel stores to one of its inputs", rows)
+        found.append(y)
         if not torch.isfinite(y).all():
             raise CheckFailed(
                 f"{name}: the result is not finite. All slots that are not the sequence's hold NaN: mask the loads "
@@ -51,7 +60,7 @@ def _case(context: int, heads: int, kv_heads: int, size: int, dim: int) -> dict:
     k_pool, v_pool = (pool.view(-1, size, kv_heads, dim).contiguous() for pool in pools)
     case = {"q": 3 * torch.randn(heads, dim), "k_pool": k_pool, "v_pool": v_pool, "table": table}
     sizes = {"GROUP": heads // kv_heads, "KV_HEADS": kv_heads, "SIZE": size, "DIM": dim}
-    return case | {"y": torch.full((heads, dim), float("nan")), "context": context, "scale": dim**-0.5, "sizes": sizes}
+    return case | {"y": torch.full((heads, dim), float("nan")), "context": context, "sizes": sizes}
 
 
 def _over_all(case: dict) -> torch.Tensor:
@@ -59,7 +68,7 @@ def _over_all(case: dict) -> torch.Tensor:
     group = case["sizes"]["GROUP"]
     pools = (case[name][case["table"]].flatten(0, 1)[: case["context"]] for name in ("k_pool", "v_pool"))
     keys, values = (pool.repeat_interleave(group, 1) for pool in pools)
-    weights = torch.softmax(torch.einsum("hd,khd->hk", case["q"] * case["scale"], keys), -1)
+    weights = torch.softmax(torch.einsum("hd,khd->hk", case["q"] * case["q"].shape[1] ** -0.5, keys), -1)
     return torch.einsum("hk,khd->hd", weights, values)
 
 

@@ -41,9 +41,9 @@ from course.lab13_paged_attention import (
     experiments_breaks,
     experiments_engine,
     figures,
-    interpreted,
     receipts,
 )
+from course.shared.kernels import INSTALLED, left_out
 from minillm.model.kernels import tl  # triton.language; None where Triton is not installed
 from minillm.serve.schedule import blocks
 from minillm.serve.tiny import TinyLLM
@@ -538,8 +538,7 @@ print(inspect.getsource(blocks.Prefix))
 # query head. A program sees no tensors but addresses: `tl.load(q + offsets)` reads the numbers at these offsets from
 # the first one, `tl.store` writes. Offsets are tiles made of `tl.arange` (with a power of two); `mask=` leaves places
 # out. You need `tl.program_id(0)`, `tl.sum`, `tl.max(x, 0)`, `tl.maximum`, `tl.exp`, `tl.where` and `tl.zeros([DIM],
-# tl.float32)`. The check runs it in Triton's interpreter, which works without a GPU: your function is written to a
-# file and run by a new Python with `TRITON_INTERPRET=1`, because Triton reads that variable when a kernel is defined.
+# tl.float32)`. The check runs it in Triton's interpreter, which works without a GPU, and traces every load and store.
 
 
 # %%
@@ -567,11 +566,7 @@ def attend_kernel(q, k_pool, v_pool, table, y, context, scale, GROUP, KV_HEADS, 
     # END SOLUTION
 
 
-if interpreted.INSTALLED:
-    attend_kernel = check("triton-kernel", attend_kernel)
-else:
-    attend_kernel = None
-    print(interpreted.MISSING)
+attend_kernel = check("triton-kernel", attend_kernel) if INSTALLED else left_out()
 
 # %% [markdown]
 # Hugging Face `transformers` (version 5) has a paged cache, too. Four requests with 70 shared tokens, if it is

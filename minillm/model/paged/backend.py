@@ -63,6 +63,6 @@ def default_backend(device: torch.device, dtype: torch.dtype = torch.float32) ->
 
         if dtype in DTYPES:
             return triton_split_kv
-    if torch.device(device).type == "cpu" and dtype in cpp.DTYPES and not cpp.missing():
+    if torch.device(device).type == "cpu" and dtype is cpp.DTYPE and not cpp.missing():
         return cpp.cpp_decode
     return gathered

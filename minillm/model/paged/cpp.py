@@ -2,7 +2,7 @@
 
 The compiler makes it for this processor once; it is kept in the cache folder (`minillm/model/compiler.py`). What it is
 not made for is left to `gathered`: pieces of prompts, where copying keys together is little beside the products;
-caches in 8 bits, 16-bit models, capped scores; and everything where there is no compiler.
+caches in 8 bits, models in other dtypes than float32, capped scores; and everything where there is no compiler.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from minillm.model.compiler import shared_library
 from minillm.model.paged.gather import GatheredDecode, gathered
 
 SOURCE = Path(__file__).with_name("decode.cpp")
-DTYPES = {torch.float32: "attend_float32", torch.float64: "attend_float64"}
+DTYPE = torch.float32  # of what the kernel takes
 FEW = 4  # queries of a sequence up to which each reads its keys for itself
 UNLIMITED = 1 << 62  # a window
 
@@ -62,8 +62,8 @@ class CppDecode:
 
 def takes(q: Tensor, k_pool: object, soft_cap: float | None) -> bool:
     """Whether the kernel computes this; the rest is for `gathered`."""
-    alike = isinstance(k_pool, Tensor) and k_pool.dtype == q.dtype and q.device.type == "cpu"
-    return alike and q.dtype in DTYPES and soft_cap is None and k_pool.is_contiguous()
+    alike = isinstance(k_pool, Tensor) and k_pool.dtype == q.dtype == DTYPE and q.device.type == "cpu"
+    return alike and soft_cap is None and k_pool.is_contiguous()
 
 
 def missing() -> str:
@@ -99,7 +99,7 @@ class _Decode:
         sizes = (work.shape[1], kv_heads, heads // kv_heads, head_dim, block_size, tables.shape[1])
         limits = (UNLIMITED if window is None else window, torch.get_num_threads())
         step = _Step(tables.data_ptr(), work.data_ptr(), *sizes, *limits)
-        return cls(getattr(library, DTYPES[q.dtype]), step, (tables, work))
+        return cls(library.paged_decode, step, (tables, work))
 
     def __call__(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         q = q.contiguous()

@@ -28,8 +28,6 @@ struct Step {                    // as `_Step` in cpp.py
   int64_t threads;
 };
 
-inline double exponential(double x) { return std::exp(x); }
-
 inline float exponential(float x) {  // of x <= 0, without a branch, so that a loop over it becomes vector instructions
   x = x < -87.0f ? -87.0f : x;
   const float turns = x * 1.44269504f, whole = std::nearbyint(turns), rest = (turns - whole) * 0.693147181f;
@@ -42,65 +40,66 @@ inline float exponential(float x) {  // of x <= 0, without a branch, so that a l
   return power * scale;
 }
 
-template <typename T>
-inline void prefetch(const T* row, int64_t count) {
-  for (int64_t i = 0; i < count; i += CACHE_LINE_BYTES / sizeof(T)) __builtin_prefetch(row + i);
+inline void prefetch(const float* row, int64_t count) {
+  for (int64_t i = 0; i < count; i += CACHE_LINE_BYTES / sizeof(float)) __builtin_prefetch(row + i);
 }
 
 // q, y: [kv_heads, group, head_dim] of one query; k, v: the pools, from the first of these kv heads on.
 // HEAD_DIM: known to the compiler, which unrolls the innermost loops; 0 = it is not.
-template <typename T, int HEAD_DIM>
-void attend(const T* __restrict q, const T* __restrict k, const T* __restrict v, T* __restrict y, const Step& step,
-            int64_t kv_heads, const std::vector<int64_t>& slots, std::vector<T>& scores) {
+template <int HEAD_DIM>
+void attend(const float* __restrict q, const float* __restrict k, const float* __restrict v, float* __restrict y, const Step& step,
+            int64_t kv_heads, const std::vector<int64_t>& slots, std::vector<float>& scores) {
   const int64_t dim = HEAD_DIM ? HEAD_DIM : step.head_dim, group = step.group, stride = step.kv_heads * dim;
   const int64_t keys = slots.size(), last = keys - 1;
-  const int64_t ahead = std::max<int64_t>(1, PREFETCHED_BYTES / (stride * sizeof(T)));
-  const T scale = 1 / std::sqrt(T(dim));
+  const int64_t ahead = std::max<int64_t>(1, PREFETCHED_BYTES / (stride * sizeof(float)));
+  const float scale = 1 / std::sqrt(float(dim));
   scores.resize(kv_heads * group * keys);
-  T* __restrict weights = scores.data();
+  float* __restrict weights = scores.data();
 
   for (int64_t i = 0; i < keys; i++) {
     prefetch(k + slots[std::min(i + ahead, last)] * stride, kv_heads * dim);
-    const T* key = k + slots[i] * stride;
+    const float* key = k + slots[i] * stride;
     for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++, key += dim)
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
-        T score = 0;
+        float score = 0;
         for (int64_t d = 0; d < dim; d++) score += q[head * dim + d] * key[d];
         weights[head * keys + i] = score * scale;
       }
   }
 
   for (int64_t head = 0; head < kv_heads * group; head++) {
-    T* row = weights + head * keys;
-    T largest = row[0], sum = 0;
+    float* row = weights + head * keys;
+    float largest = row[0], sum = 0;
     for (int64_t i = 1; i < keys; i++) largest = row[i] > largest ? row[i] : largest;
     for (int64_t i = 0; i < keys; i++) row[i] = exponential(row[i] - largest);
     for (int64_t i = 0; i < keys; i++) sum += row[i];
     for (int64_t i = 0; i < keys; i++) row[i] /= sum;
   }
 
-  std::fill(y, y + kv_heads * group * dim, T(0));
+  std::fill(y, y + kv_heads * group * dim, 0.0f);
   for (int64_t i = 0; i < keys; i++) {
     prefetch(v + slots[std::min(i + ahead, last)] * stride, kv_heads * dim);
-    const T* value = v + slots[i] * stride;
+    const float* value = v + slots[i] * stride;
     for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++, value += dim)
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
-        const T weight = weights[head * keys + i];
+        const float weight = weights[head * keys + i];
         for (int64_t d = 0; d < dim; d++) y[head * dim + d] += weight * value[d];
       }
   }
 }
 
-template <typename T>
-void attend_all(const T* q, const T* k, const T* v, T* y, const Step& step) {
-  const auto kernel = step.head_dim == 32    ? attend<T, 32>
-                      : step.head_dim == 64  ? attend<T, 64>
-                      : step.head_dim == 128 ? attend<T, 128>
-                                             : attend<T, 0>;
+}  // namespace
+
+// q, y: [tokens, heads, head_dim]; k, v: [num_blocks, block_size, kv_heads, head_dim]; all contiguous.
+extern "C" void paged_decode(const float* q, const float* k, const float* v, float* y, const Step& step) {
+  const auto kernel = step.head_dim == 32    ? attend<32>
+                      : step.head_dim == 64  ? attend<64>
+                      : step.head_dim == 128 ? attend<128>
+                                             : attend<0>;
   const int64_t parts = step.items < step.threads ? step.kv_heads : 1, kv_heads = step.kv_heads / parts;
 #pragma omp parallel num_threads(step.threads) if (step.threads > 1)
   {
-    std::vector<T> scores;
+    std::vector<float> scores;
     std::vector<int64_t> slots;
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t item = 0; item < step.items; item++)
@@ -115,15 +114,4 @@ void attend_all(const T* q, const T* k, const T* v, T* y, const Step& step) {
         kernel(q + mine, k + first, v + first, y + mine, step, kv_heads, slots, scores);
       }
   }
-}
-
-}  // namespace
-
-// q, y: [tokens, heads, head_dim]; k, v: [num_blocks, block_size, kv_heads, head_dim]; all contiguous.
-extern "C" void attend_float32(const float* q, const float* k, const float* v, float* y, const Step* step) {
-  attend_all(q, k, v, y, *step);
-}
-
-extern "C" void attend_float64(const double* q, const double* k, const double* v, double* y, const Step* step) {
-  attend_all(q, k, v, y, *step);
 }

@@ -17,20 +17,18 @@ ANSWERS = {f"{answer.exercise}/{answer.label}": answer for answer in exercises.a
 
 
 PROOF = os.environ.get("MINILLM_PROOF") == "all"
-SLOW = {"triton-kernel"}  # kernels in Triton's interpreter: some seconds a try
 
 
 def of_every_exercise(wrong: bool, most: int) -> list:
-    """The names of its mistakes or alternatives: `make test` tries the first `most` (of SLOW one), `make full` a third
-    of the others, drawn anew in each run, MINILLM_PROOF=all every one."""
+    """The names of its mistakes or alternatives: `make test` tries the first `most`, `make full` a third of the others,
+    drawn anew in each run, MINILLM_PROOF=all every one."""
     drawn = random.Random(f"{os.environ['MINILLM_SEED']} {wrong}")
     found = []
     for name in EXERCISES:
         keys = [key for key, each in ANSWERS.items() if each.wrong == wrong and each.exercise == name]
-        always = 1 if name in SLOW else most
-        rest = keys[always:]
+        rest = keys[most:]
         sample = rest if PROOF else drawn.sample(rest, -(-len(rest) // 3))
-        found += keys[:always] + [pytest.param(key, marks=pytest.mark.full) for key in sample]
+        found += keys[:most] + [pytest.param(key, marks=pytest.mark.full) for key in sample]
     return found
 
 

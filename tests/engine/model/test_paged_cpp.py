@@ -136,8 +136,9 @@ def test_the_engine_s_tokens_are_those_of_gathered(how, window):
 
 
 NOT_TAKEN = {  # what is done to the pools, the dtype of the queries, options
-    "capped": (lambda pool: pool, torch.float64, {"soft_cap": 0.5}),
-    "a strided pool": (lambda pool: torch.stack((pool, pool), dim=-1)[..., 0], torch.float64, {}),
+    "capped": (torch.Tensor.float, torch.float32, {"soft_cap": 0.5}),
+    "a strided pool": (lambda pool: torch.stack((pool.float(),) * 2, dim=-1)[..., 0], torch.float32, {}),
+    "float64": (lambda pool: pool, torch.float64, {}),
     "bfloat16": (torch.Tensor.bfloat16, torch.bfloat16, {}),
     "float16": (torch.Tensor.half, torch.float16, {}),
     "int8": (lambda pool: pool_of(pool.nan_to_num(0.0), KV_FORMATS["int8"]), torch.float32, {}),
@@ -157,9 +158,10 @@ def test_what_the_kernel_does_not_take_is_gathered(what, monkeypatch):
 
 @needs_compiler
 def test_values_that_lie_otherwise_than_the_keys_are_refused():
-    (part,), (k, v), tables = scattered(1, [(1, 9)], 4, 2, 4)
-    with pytest.raises(ValueError, match=r"cpp_decode wants both torch\.float64 and contiguous"):
-        paged_attention(part[0], k, torch.stack((v, v), dim=-1)[..., 0], tables, [1], [9], backend=cpp_decode)
+    (part,), pools, tables = scattered(1, [(1, 9)], 4, 2, 4)
+    q, k, v = (each.float() for each in (part[0], *pools))
+    with pytest.raises(ValueError, match=r"cpp_decode wants both torch\.float32 and contiguous"):
+        paged_attention(q, k, torch.stack((v, v), dim=-1)[..., 0], tables, [1], [9], backend=cpp_decode)
 
 
 def test_without_a_compiler_keys_are_gathered_and_the_reason_is_said(monkeypatch, tmp_path):
@@ -171,7 +173,8 @@ def test_without_a_compiler_keys_are_gathered_and_the_reason_is_said(monkeypatch
         assert default_backend("cpu") is gathered
         parts, pools, tables = scattered(0, [(1, 5)], 2, 1, 4)
         with pytest.raises(ValueError, match=r"install g\+\+. Or use backend=gathered."):
-            paged_attention(parts[0][0], *pools, tables, [1], [5], backend=CppDecode())
+            q, k, v = (each.float() for each in (parts[0][0], *pools))
+            paged_attention(q, k, v, tables, [1], [5], backend=CppDecode())
     finally:
         cpp._library.cache_clear()
     assert default_backend("cpu", torch.bfloat16) is gathered
