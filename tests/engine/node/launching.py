@@ -93,18 +93,20 @@ NodeGroup.stuck = _stuck_in
 
 
 @contextlib.contextmanager
-def all_launches_on_a_node(force: bool = True, **how: Any) -> Iterator[None]:
-    """Inside, whatever this process launches runs on a node: for programs that call `launch` themselves.
+def all_launches_on_a_node(force: bool = True, **how: Any) -> Iterator[list[Callable]]:
+    """Inside, whatever this process launches runs on a node: for programs that call `launch` themselves. Yields what
+    they have handed to it so far.
 
     force: on its GPUs, whatever device the program asks for. how: of `on_node`."""
-    plain = worker.Job
+    plain, launched = worker.Job, []
 
     def job(function: Callable, *args: Any) -> Any:
+        launched.append(function)
         made = plain(on_node(function, **how), *args)
         return replace(made, device="cuda") if force else made
 
     worker.Job = job
     try:
-        yield
+        yield launched
     finally:
         worker.Job = plain

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._device
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from tests.engine.node import graphs, process_group, streams
 
@@ -53,6 +54,11 @@ def tell(node: "Node") -> Undo:
     process_group.tell(node, undo)
     graphs.tell(node, undo)
     return undo
+
+
+def _in_device_context() -> bool:
+    """Whether a `with torch.device(...)` is open, which says where tensors are made."""
+    return any(isinstance(each, DeviceContext) for each in _get_current_function_mode_stack())
 
 
 def _wanted(node: "Node", device: Any) -> torch.device:
@@ -174,7 +180,7 @@ def _factories(node: "Node", undo: Undo) -> None:
             device, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
             if name == "tensor" and device is None and isinstance(args[0], torch.Tensor):  # x.new_tensor(values)
                 device = args[0].device if plain is not true_tensor else None
-            if device is None and is_constructor and node.makes_on is not None and torch.get_default_device() == HOST:
+            if device is None and is_constructor and node.makes_on is not None and not _in_device_context():
                 device = node.makes_on
             node.mine.in_factory += 1
             try:
@@ -209,6 +215,9 @@ def _factories(node: "Node", undo: Undo) -> None:
             undo.set(torch, plain.__name__, telling(plain.__name__, plain, plain in constructors))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"):
         undo.set(torch.Tensor, name, telling(name.removeprefix("new_"), getattr(torch.Tensor, name)))
+
+    true_default = torch.get_default_device
+    undo.set(torch, "get_default_device", lambda: true_default() if _in_device_context() else node.makes_on or HOST)
 
     class Generator(torch.Generator):
         def __new__(cls, device: Any = "cpu") -> "Generator":
