@@ -7,6 +7,7 @@ Formulas are checked on numbers drawn anew each time; what communicates is check
 its ledger.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -58,20 +59,21 @@ def check_matmul_cost(learner: Callable) -> list[Row]:
     ),
 )
 def check_roofline(learner: Callable) -> list[Row]:
-    peak, ridge = random.uniform(5e10, 5e14), random.uniform(4, 400)  # FLOP/s and FLOP/B of machines there are
+    machines = [(random.uniform(5e10, 5e14), random.uniform(4, 400)) for _ in range(2)]  # FLOP/s, FLOP/B
     places = {"left of the ridge": 0.05, "just left of it": 0.9, "just right of it": 1.1, "right of the ridge": 20.0}
-    rows = []
-    for where, share in places.items():
+    rows, told = [], []
+    for (peak, ridge), (where, share) in itertools.product(machines, places.items()):
         intensity = ridge * share * random.uniform(0.95, 1.05)
         found = expect_number(learner(intensity, peak, peak / ridge), "one number, FLOP/s")
         right = roofline.attainable(intensity, peak, peak / ridge)
         rows.append(row(f"{where}, {intensity:.3g} FLOP/B", right, found, "FLOP/s", tolerance=1e-9))
-    off = [found for found in rows if found.verdict == "off"]
+        told.append(f"peak {format_value(peak, 'FLOP/s')}, memory {format_value(peak / ridge, 'B/s')}")
+    off = [place for place, found in enumerate(rows) if found.verdict == "off"]
     if off:
-        got, right = (format_value(value, "FLOP/s") for value in (off[0].measured, off[0].predicted))
+        first = rows[off[0]]
+        got, right = (format_value(value, "FLOP/s") for value in (first.measured, first.predicted))
         raise CheckFailed(
-            f"peak {format_value(peak, 'FLOP/s')}, memory {format_value(peak / ridge, 'B/s')}, {off[0].name}: you "
-            f"found {got}, and {right} are possible.",
+            f"{told[off[0]]}, {first.name}: you found {got}, and {right} are possible.",
             rows,
             evidence=[found.measured for found in rows],
         )

@@ -88,10 +88,12 @@ def _show(x: torch.Tensor) -> str:
     ),
 )
 def check_read_receipt(learner: Callable) -> list[Row]:
-    elements = 120 * random.randint(2, 20)  # divides into 8 pieces for 5 or 3 ranks: all bytes are exact
-    ledgers = run(_run_suspects, 5, elements)[0]
+    # Each divides into 8 pieces for 5 or 3 ranks: all bytes are exact.
+    elements_of = dict(zip((5, 3), (120 * pieces for pieces in random.sample(range(2, 21), 2)), strict=True))
+    ledgers = run(_run_suspects, 5, elements_of)[0]
     rows = []
     for size, truth, led in random.sample(ledgers, len(ledgers)):
+        elements = elements_of[size]
         found = learner(led, elements * 4, size)
         evidence = ", ".join(f"{count} × {name}" for name, count in led.calls.items()) or "no calls"
         rows.append(row(f"{size} ranks: {evidence}, {led.bytes():,} B", truth, found))
@@ -109,12 +111,14 @@ def check_read_receipt(learner: Callable) -> list[Row]:
     return rows
 
 
-def _run_suspects(group: Group, elements: int) -> list[tuple[int, str, Ledger]]:
-    """(ranks, what it is, ledger of this rank) of programs that all leave the sum over the ranks in x."""
+def _run_suspects(group: Group, elements_of: dict[int, int]) -> list[tuple[int, str, Ledger]]:
+    """(ranks, what it is, ledger of this rank) of programs that all leave the sum over the ranks in x.
+
+    elements_of: by number of ranks, how many x has."""
     wasteful = [("wasteful", program) for program in (_gathered, _padded, _padded_in_pieces)]
     programs = [("fine", _fine), ("silent", _silent), ("chatty", _chatty), *wasteful]
     found = []
-    for size in (group.world_size, 3):
+    for size, elements in elements_of.items():
         part = group.subgroup(range(size), f"{size} ranks")
         if part.rank >= 0:
             for verdict, program in programs:
@@ -133,7 +137,7 @@ def _silent(group: Group, x: torch.Tensor) -> torch.Tensor:
 
 
 def _chatty(group: Group, x: torch.Tensor) -> torch.Tensor:
-    for piece in x.chunk(8):
+    for piece in x.chunk(8 if group.world_size > 3 else 2):
         group.all_reduce(piece)
     return x
 

@@ -202,6 +202,8 @@ def check_culprit(learner: Callable) -> list[Row]:
     a, b, c, d = random.sample(middle, 4)
     tables = {
         "a collective that one rank never enters": ({b: [a], c: [a], d: [a], high: [a], a: []}, a),
+        "the lowest rank, which all wait for": ({low: [], b: [low], c: [low, b], d: [low]}, low),
+        "the highest rank, which all wait for": ({high: [], b: [high], c: [high, b], d: [high]}, high),
         "a chain of receives": ({b: [low], low: [d], d: [a], a: []}, a),
         "most wait for one who waits itself": ({b: [high], c: [high], d: [high], high: [a], a: []}, a),
         "a rank waits for two, one of which waits for it": ({b: [c], c: [b, a], d: [b], a: []}, a),

@@ -135,6 +135,12 @@ mistake(
 )
 mistake(
     "top-k-error-feedback",
+    "always-3",
+    {"everyones_values / group.world_size": "everyones_values / 3"},
+    expect="gradient is wrong in",
+)
+mistake(
+    "top-k-error-feedback",
     "places-as-floats",
     {"indices.int()": "indices.float()"},
     expect="with 2\\*\\*24 entries and more values arrive in other places",

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -182,16 +183,14 @@ def _resume(case: Flat, state: Any, name: str) -> bool:
     ),
 )
 def check_stream(learner: Callable) -> Receipt:
-    chunk, steps, world = 32, 3, 2
-    size = 8 * chunk + random.randint(1, chunk - 1)
-    case = Stream(
-        [torch.randn(size) for _ in range(world)],
-        [[torch.randn(size) for _ in range(world)] for _ in range(steps)],
-        chunk,
-    )
-    trials = sharding.by_case(run(rank_programs.run_stream, world, learner, [case]), [case])[0]
-    for rank, did in enumerate(trials):
-        _judge_stream(case, rank, did)
+    steps, world = 3, 2
+    case = _draw_stream(world, steps, random.randint(24, 40))
+    other = replace(_draw_stream(world, 2, random.randint(8, 20)), lr=0.03, betas=(0.8, 0.97), eps=0.01)
+    trials, others = sharding.by_case(run(rank_programs.run_stream, world, learner, [case, other]), [case, other])
+    for tried, ranks in ((case, trials), (other, others)):
+        for rank, did in enumerate(ranks):
+            _judge_stream(tried, rank, did)
+    chunk, size = case.chunk, len(case.weights[0])
     once = 2 * 4 * size * steps
     read, written, most = (max(did.held[key] for did in trials) for key in ("read", "written", "moments"))
     rows = [
@@ -216,14 +215,20 @@ def check_stream(learner: Callable) -> Receipt:
     return Receipt("Adam with its moments in files", tuple(rows))
 
 
+def _draw_stream(world: int, steps: int, chunk: int) -> Stream:
+    size = 8 * chunk + random.randint(1, chunk - 1)
+    weights = [torch.randn(size) for _ in range(world)]
+    return Stream(weights, [[torch.randn(size) for _ in range(world)] for _ in range(steps)], chunk)
+
+
 def _judge_stream(case: Stream, rank: int, did: RankRecord) -> None:
     gradients = [ranks[rank] for ranks in case.gradients]
-    wanted = _adam(case.weights[rank], gradients)
+    wanted = _adam(case, rank, gradients)
     slips = {
         "the bias correction is missing: divide the moments by 1 - beta**step": _adam(
-            case.weights[rank], gradients, corrected=False
+            case, rank, gradients, corrected=False
         ),
-        "the moments begin at zero in every step: write them back": _adam(case.weights[rank], gradients, keep=False),
+        "the moments begin at zero in every step: write them back": _adam(case, rank, gradients, keep=False),
     }
     for step, (found, right) in enumerate(zip(did.results, wanted, strict=True)):
         if torch.allclose(found, right, rtol=1e-4, atol=1e-5):
@@ -238,14 +243,16 @@ def _judge_stream(case: Stream, rank: int, did: RankRecord) -> None:
         )
 
 
-def _adam(weights: Tensor, gradients: Sequence[Tensor], corrected: bool = True, keep: bool = True) -> list[Tensor]:
+def _adam(
+    case: Stream, rank: int, gradients: Sequence[Tensor], corrected: bool = True, keep: bool = True
+) -> list[Tensor]:
     """Adam in one go (Kingma & Ba 2015), and two ways to get it wrong."""
-    (b1, b2), weights, found = sharding.BETAS, weights.clone(), []
+    (b1, b2), weights, found = case.betas, case.weights[rank].clone(), []
     m, v = torch.zeros_like(weights), torch.zeros_like(weights)
     for step, g in enumerate(gradients, start=1):
         m, v = (x if keep else torch.zeros_like(x) for x in (m, v))
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
         by = [1 - beta**step if corrected else 1.0 for beta in (b1, b2)]
-        weights -= sharding.LR * (m / by[0]) / ((v / by[1]).sqrt() + sharding.EPS)
+        weights -= case.lr * (m / by[0]) / ((v / by[1]).sqrt() + case.eps)
         found.append(weights.clone())
     return found

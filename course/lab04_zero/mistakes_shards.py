@@ -159,6 +159,9 @@ mistake(
 )
 
 
+mistake("offload-adam", "a-rate-of-its-own", {"-= lr * m": "-= LR * m"}, expect="both stored; then")
+
+
 @mistake("offload-adam", "moves-a-copy", expect="change the weights in place")
 def moves_a_copy(weights, gradient, store, step, chunk, lr, betas, eps):
     ANSWERS.stream_adam(weights.clone(), gradient, store, step, chunk, lr, betas, eps)

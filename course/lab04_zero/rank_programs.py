@@ -88,11 +88,16 @@ class FileStore:
 
 @dataclass(frozen=True)
 class Stream:
-    """weights[r] and gradients[k][r]: rank r's shard and its gradient in step k; `chunk` elements fit into memory."""
+    """weights[r] and gradients[k][r]: rank r's shard and its gradient in step k; `chunk` elements fit into memory.
+
+    lr, betas, eps: Adam's."""
 
     weights: list[Tensor]
     gradients: list[list[Tensor]]
     chunk: int
+    lr: float = LR
+    betas: tuple[float, float] = BETAS
+    eps: float = EPS
 
     @property
     def world_size(self) -> int:
@@ -107,7 +112,7 @@ def run_stream(group: Group, learner: Callable, cases: Sequence[Stream]) -> list
         with tempfile.TemporaryDirectory() as folder, measure.ledger() as led:
             store = FileStore(folder, len(weights))
             for step, ranks in enumerate(case.gradients, start=1):
-                learner(weights, ranks[part.rank].clone(), store, step, case.chunk, LR, BETAS, EPS)
+                learner(weights, ranks[part.rank].clone(), store, step, case.chunk, case.lr, case.betas, case.eps)
                 found.append(weights.clone())
         held = {"read": store.bytes_read, "written": store.bytes_written, "moments": store.most_held}
         return RankRecord(found, [led.bytes()], led.calls, held)

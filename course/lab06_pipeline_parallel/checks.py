@@ -32,7 +32,7 @@ NOT_THE_MAXIMUM = (  # the least variance, spread or largest minimum is not the 
     ([2.0, 4.0, 2.0, 1.0, 2.0, 7.0, 3.0], 3),
     ([6.0, 2.0, 2.0, 5.0, 3.0, 4.0, 6.0, 5.0], 4),
 )
-CASES = ((4, 8), (4, 2), (3, 5), (1, 3))  # stages, microbatches
+CASES = ((4, 8), (4, 2), (3, 5), (1, 3))  # stages, microbatches; a drawn one comes on top
 
 
 # What they are held to.
@@ -50,7 +50,7 @@ CASES = ((4, 8), (4, 2), (3, 5), (1, 3))  # stages, microbatches
 )
 def check_gpipe(learner: Callable) -> Receipt:
     rows = []
-    for stages, microbatches in CASES:
+    for stages, microbatches in _cases():
         schedule, where = read(learner, stages, microbatches)
         _in_time(schedule, where)
         for stage, peak in enumerate(check(schedule).peak_in_flight):
@@ -76,7 +76,7 @@ def check_gpipe(learner: Callable) -> Receipt:
 )
 def check_one_f_one_b(learner: Callable) -> Receipt:
     rows = []
-    for stages, microbatches in CASES:
+    for stages, microbatches in _cases():
         schedule, where = read(learner, stages, microbatches)
         due = [predict.in_flight_1f1b(stages, stage, microbatches) for stage in range(stages)]
         peaks = check(schedule).peak_in_flight
@@ -91,6 +91,10 @@ def check_one_f_one_b(learner: Callable) -> Receipt:
         _in_time(schedule, where)
         rows += _rows(schedule, where, due)
     return Receipt(f"1F1B on a clock, F = {F}, B = {B}", tuple(rows))
+
+
+def _cases() -> list[tuple[int, int]]:
+    return [*CASES, (random.randint(5, 9), random.randint(10, 30))]
 
 
 def read(learner: Callable, stages: int, microbatches: int) -> tuple[Schedule, str]:
@@ -176,8 +180,8 @@ def _rows(schedule: Schedule, where: str, in_flight: Sequence[int]) -> list:
 def check_balance(learner: Callable) -> Receipt:
     rows = []
     for costs, parts in [
-        _draw_costs(12, 4),
-        _draw_costs(9, 3),
+        _draw_costs(random.randint(10, 17), random.choice((4, 5))),
+        _draw_costs(random.randint(8, 17), 3),
         *NOT_THE_MAXIMUM,
         _draw_costs(5, 5),
         ([3.0, 1.0, 2.0], 1),
