@@ -52,7 +52,7 @@ def _routings() -> list[tuple[str, Tensor, int, Tensor | None]]:
     nearly = torch.zeros(2, 256).double()
     nearly[:, 200] = 0.01
     return [
-        ("top 2 of 5", 2 * draw(6, 5), 2, None),
+        ("top 2 of 5", 2 * draw(random.randint(4, 12), 5), 2, None),
         ("top 1 of 3", draw(4, 3), 1, None),
         ("top 2 of 6 with a bias", draw(40, 6), 2, 0.6 * draw(6)),
         ("top 3 of 40, scores that tie", even, 3, None),
@@ -189,11 +189,19 @@ def _judge_sorting(name: str, dispatch: Callable, combine: Callable, experts: Te
     return len(rows)
 
 
+def _whole_numbers(what: str, values: Any) -> list[int]:
+    try:
+        return [int(each) for each in values]
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = f"a tensor {list(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.60}"
+        raise CheckFailed(f"{what} is {got}; the exercise asks for whole numbers: rows, order, counts") from error
+
+
 def _judge_dispatch(
     name: str, rows: Any, order: Any, counts: Any, experts: Tensor, x: Tensor, num_experts: int
 ) -> None:
     flat, k = experts.flatten().tolist(), experts.shape[1]
-    places, loads = [int(each) for each in order], [int(each) for each in counts]
+    places, loads = _whole_numbers(f"{name}: order", order), _whole_numbers(f"{name}: counts", counts)
     evidence = [places, loads, rows.detach() if isinstance(rows, Tensor) else rows]
     if sorted(places) != list(range(len(flat))):
         raise CheckFailed(

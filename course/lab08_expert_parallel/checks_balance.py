@@ -1,6 +1,7 @@
 """Lab 08, on one rank: which pairs a full expert drops, and the loss that keeps experts from filling up."""
 
 import math
+import random
 from collections.abc import Callable
 
 import torch
@@ -28,7 +29,7 @@ def check_capacity(learner: Callable) -> Receipt:
     rows = []
     for tokens, num_experts, k, factor in (
         (16, 4, 1, 1.0),
-        (12, 4, 2, 1.0),
+        (random.randint(9, 15), 4, 2, 1.0),
         (30, 5, 3, 0.75),
         (6, 3, 2, 4.0),
         (420, 2, 1, 1.4),
@@ -85,7 +86,11 @@ def _say_drops(name: str, experts: Tensor, found: list, right: list) -> str:
 )
 def check_balance(learner: Callable) -> Receipt:
     worst, rows = 0.0, []
-    for tokens, num_experts, k, routing in ((5, 4, 2, "random"), (6, 3, 1, "random"), (4, 4, 2, "first experts")):
+    for tokens, num_experts, k, routing in (
+        (random.randint(5, 9), 5, 2, "random"),
+        (6, 3, 1, "random"),
+        (4, 4, 2, "first experts"),
+    ):
         logits = torch.randn(tokens, num_experts, dtype=torch.float64)
         if routing == "random":
             logits += torch.randn(num_experts, dtype=torch.float64)

@@ -174,21 +174,22 @@ def _judge_bytes(case: Rows, found: Sequence[ExchangeRecord]) -> list:
     ),
 )
 def check_gradients(learner: Callable) -> Receipt:
-    cases = [_layer(ep) for ep in (1, 2, 4)]
+    num_experts, hidden = random.choice((8, 12)), random.randint(3, 6)
+    cases = [_layer(ep, num_experts, hidden) for ep in (1, 2, 4)]
     ranks = run(run_gradients, RANKS, learner, cases)
     rows = []
     for index, case in enumerate(cases):
         rows += _judge_gradients(case, [rank[index] for rank in ranks])
-    pair = _layer(2, world=2)
+    pair = _layer(2, num_experts, hidden, world=2)
     _judge_gradients(pair, [rank[0] for rank in run(run_gradients, 2, learner, [pair])])
     return receipt("4 ranks against one process", rows)
 
 
-def _layer(ep: int, num_experts: int = 8, tokens: int = 5, world: int = RANKS) -> Layer:
+def _layer(ep: int, num_experts: int, hidden: int, tokens: int = 5, world: int = RANKS) -> Layer:
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
-    router, experts = draw(num_experts, HIDDEN), draw(num_experts, HIDDEN, HIDDEN)
+    router, experts = draw(num_experts, hidden), draw(num_experts, hidden, hidden)
     return Layer(
-        ep, router, experts, [draw(tokens, HIDDEN) for _ in range(world)], [draw(tokens, HIDDEN) for _ in range(world)]
+        ep, router, experts, [draw(tokens, hidden) for _ in range(world)], [draw(tokens, hidden) for _ in range(world)]
     )
 
 

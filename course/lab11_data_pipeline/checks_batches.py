@@ -111,7 +111,7 @@ def _deal_in_turns(learner: Callable, seed: int) -> None:
         order = partial(permutation, num_samples, seed)
         for position in (0, world * batch_size):
             shares = [learner(position, order, num_samples, batch_size, rank, world) for rank in range(world)]
-            shares = [expect_list(share, "a list of samples", f"rank {rank}: you") for rank, share in enumerate(shares)]
+            shares = [[int(sample) for sample in share] for share in shares]
             feeding.judge_step(shares, position, num_samples, batch_size, order, resumed=False)
 
 

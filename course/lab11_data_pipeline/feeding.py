@@ -156,7 +156,7 @@ def _iterated(batches: Any) -> Iterator:
 def _judge_threads(before: set[threading.Thread]) -> None:
     """CheckFailed for a new thread that is no daemon; a pool of threads is told to stop by Python itself."""
     for thread in set(threading.enumerate()) - before:
-        if not thread.daemon and not thread.name.startswith("ThreadPoolExecutor"):
+        if not isinstance(thread, _Reader) and not thread.daemon and not thread.name.startswith("ThreadPoolExecutor"):
             raise CheckFailed(
                 "your thread is no daemon: if the reader stops early, it waits for room for ever, and Python waits for "
                 "it at the end of the program"
@@ -190,6 +190,21 @@ def judge_failure(prefetch: Callable, total: int = 6) -> list[Row]:
     return [row("the loader's error arrives as batch", 3, k)]
 
 
+class _Reader(threading.Thread):
+    """A daemon itself, so that a hanging answer ends with the program. Its own threads inherit that they are none, as
+    those of the main thread do."""
+
+    inside = False
+
+    @property
+    def daemon(self) -> bool:
+        return not self.inside
+
+    def run(self) -> None:
+        self.inside = True
+        super().run()
+
+
 def _take(batches: Any, what: str) -> tuple[str, Any]:
     """("item", batch), ("end", None) or ("error", exception) of the next batch; refuses to wait for ever."""
     box: queue.SimpleQueue = queue.SimpleQueue()
@@ -202,7 +217,7 @@ def _take(batches: Any, what: str) -> tuple[str, Any]:
         except BaseException as error:
             box.put(("error", error))
 
-    threading.Thread(target=take, daemon=True).start()
+    _Reader(target=take).start()
     try:
         return box.get(timeout=PATIENCE_S)
     except queue.Empty:

@@ -1,10 +1,11 @@
 """Lab 22: a repair is one if the trace that gave the bug away is gone, in a run and a layout that nobody has seen."""
 
+import inspect
 from typing import Any
 
 from course.kit.exercises import exercise
 from course.kit.receipts import Row
-from course.lab22_bug_museum import judge, museum
+from course.lab22_bug_museum import checks_alone, judge, museum
 
 
 @exercise(
@@ -18,7 +19,9 @@ from course.lab22_bug_museum import judge, museum
     ),
 )
 def check_slow_with_clipping(learner: Any) -> list[Row]:
-    return judge.verify(museum.exhibit("slow-with-clipping"), learner)
+    rows = judge.verify(museum.exhibit("slow-with-clipping"), learner)
+    checks_alone.judge_pieces(inspect.unwrap(learner))
+    return rows
 
 
 @exercise(
@@ -32,7 +35,11 @@ def check_slow_with_clipping(learner: Any) -> list[Row]:
     ),
 )
 def check_two_gpus_one_run(learner: Any) -> list[Row]:
-    return judge.verify(museum.exhibit("two-gpus-one-run"), learner)
+    rows = judge.verify(museum.exhibit("two-gpus-one-run"), learner)
+    indices, accumulating = map(inspect.unwrap, learner)
+    checks_alone.judge_windows(indices)
+    checks_alone.judge_contexts(accumulating)
+    return rows
 
 
 @exercise(

@@ -20,6 +20,25 @@ mistake(
     says="A token looks at itself, too: on average at (seq_len + 1) / 2 positions.",
 )
 
+mistake(
+    "slow-with-clipping",
+    "nothing is counted",
+    {"            counted.append(weight.detach().double())": "            pass"},
+    expect="append what each microbatch counts",
+)
+mistake(
+    "two-gpus-one-run",
+    "shuffled in any case",
+    {"    if not self.shuffle:\n        return offsets\n": ""},
+    expect="shuffle=False: you read",
+)
+mistake(
+    "two-gpus-one-run",
+    "a context for a layout that reduces nothing",
+    {" or (self.layout.zero == 0 and self.module is self.model)": ""},
+    expect="is one needed",
+)
+
 alternative("slow-with-clipping", "divided and multiplied", {"return loss(nll)": "return loss(nll * count) / count"})
 alternative(
     "two-gpus-one-run",

@@ -1,5 +1,6 @@
 """Lab 23: refuting a claim takes one example, and the example has to be one."""
 
+from numbers import Integral
 from typing import Any
 
 from course.kit.exercises import CheckFailed, exercise
@@ -22,7 +23,7 @@ def check_counterexample(learner: Any) -> list[Row]:
         raise CheckFailed(
             f"{len(tokens)} numbers of tokens and {len(losses)} losses: give as many of both, at least 2."
         )
-    if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in tokens):
+    if any(not isinstance(count, Integral) or isinstance(count, bool) or count < 1 for count in tokens):
         raise CheckFailed(f"{tokens} tokens: every rank has a whole number of at least 1.", evidence=tokens)
     if any(not 0 < loss < 20 for loss in losses):
         raise CheckFailed(f"losses {losses}: a mean loss in nats lies above 0 and below 20.", evidence=losses)
