@@ -12,7 +12,6 @@ gradients divided after, in float32.
 """
 
 import contextlib
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -54,7 +53,7 @@ class LossScaler:
 
         scaler.scale(loss).backward()
         scaler.unscale_(parameters)            # gradients / scale, in place
-        finite = all_finite(parameters)        # or: whether their norm is, which is known anyway
+        finite = norm.isfinite()               # of all gradients: it is known anyway, to clip them
         if finite: optimizer.step()
         scaler.update(finite)                  # overflow: halve; `interval` good steps in a row: double
 
@@ -112,14 +111,6 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.value, self.good_steps = state["value"], state["good_steps"]
-
-
-def all_finite(parameters: Iterable[Tensor]) -> Tensor:
-    """Whether all gradients are finite, a scalar on their device (reading it waits for the device)."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return torch.tensor(True)
-    return torch.stack(torch._foreach_norm(gradients, math.inf)).isfinite().all()
 
 
 class MasterWeights:

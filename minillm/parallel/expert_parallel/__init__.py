@@ -5,8 +5,7 @@
 3. `exchange.py`: an all-to-all of unequal parts inside the graph, behind which other work can hide
 4. `nodes.py`: two levels, for links between nodes that are slower than those inside
 
-Aside: `minillm/predict/training/expert_placement.py`, which expert lives where, replicas of hot ones, and what that is
-worth.
+Aside: `minillm/predict/training/expert_placement.py`, which expert lives where, and replicas of hot ones.
 """
 
 from minillm.parallel.expert_parallel.dispatch import ExpertDispatch

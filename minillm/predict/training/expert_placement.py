@@ -1,4 +1,4 @@
-"""Which expert lives where, so that no rank is much fuller than the others, and what that is worth.
+"""Which expert lives where, so that no rank is much fuller than the others.
 
     loads        expert 0: 90   1: 50   2: 30   3: 10      two ranks
     contiguous   0 1 = 140    |  2 3 = 40                  as stacked weights are cut
@@ -14,7 +14,7 @@ longest processing time first (Graham 1969); with nodes, groups of experts are p
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minillm.predict.training.moe import check_divides, imbalance
+from minillm.predict.training.moe import check_divides
 
 
 @dataclass(frozen=True)
@@ -82,24 +82,6 @@ def replicated(
         for rank in _pack(shares, ranks // nodes):
             placed.append(tuple(own[copies[slot]] for slot in rank))
     return Assignment(tuple(placed))
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """What a fixed assignment costs under loads that it was not made for. imbalance: max / mean of rank loads, per
-    step."""
-
-    imbalance: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        """How many times longer the layers lasted than with equal loads, on average over the steps."""
-        return sum(self.imbalance) / len(self.imbalance)
-
-
-def simulate(steps: Sequence[Sequence[float]], assignment: Assignment) -> Simulated:
-    """steps: the experts' loads in each step. The imbalance in each, if a layer's time is that of its rows alone."""
-    return Simulated(tuple(imbalance(assignment.rank_loads(loads)) for loads in steps))
 
 
 def _pack(weights: Sequence[float], bins: int) -> list[list[int]]:

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from course.lab02_one_device.experiments import flushed_share, repeated_update
 from minillm.measure import memory
 from minillm.train import PRECISIONS, LossScaler, MasterWeights
-from minillm.train.precision import all_finite
 
 torch_scaler = torch.amp.GradScaler
 
@@ -35,7 +34,7 @@ def test_scaler_is_torchs_step_by_step(seed):
             if overflow:
                 layer.weight.grad[0, 0] = draw.choice([float("inf"), float("nan"), -float("inf")])
         ours.unscale_(layers[0].parameters())
-        finite = all_finite(layers[0].parameters())
+        finite = all(bool(p.grad.isfinite().all()) for p in layers[0].parameters())
         theirs.unscale_(optimizers[1])
         if not overflow:
             assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)
@@ -70,13 +69,6 @@ def test_unscaling_many_gradients_is_one_operation():
         LossScaler(scale=4.0).unscale_(parameters)
     assert operations.names == ["aten::_foreach_mul_.Scalar"]
     assert all(p.grad.tolist() == [2.0] * 3 for p in parameters)
-    with Operations() as operations:
-        assert all_finite(parameters)
-    assert len(operations.names) < 10
-    parameters[7].grad[1] = math.nan
-    assert not all_finite(parameters)
-    parameters[7].grad[1] = math.inf
-    assert not all_finite(parameters)
 
 
 def test_scaler_resumes_and_refuses():
