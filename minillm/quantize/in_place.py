@@ -145,10 +145,10 @@ def _prepare(group: Group, settings: Settings) -> None:
 
 
 def _rounded(layer: nn.Linear, group: Group, settings: Settings) -> QuantizedLinear:
-    codes = grid = None
+    rounded = None
     if settings.method == "gptq" and group.inputs.rows:
-        codes, grid = gptq(layer.weight, group.inputs.gram, settings.format, damping=settings.damping)
-    return QuantizedLinear.of(layer, settings.format, grid, codes, quantizes_inputs=settings.quantizes_inputs)
+        rounded = gptq(layer.weight, group.inputs.gram, settings.format, damping=settings.damping)
+    return QuantizedLinear.of(layer, settings.format, rounded, quantizes_inputs=settings.quantizes_inputs)
 
 
 def _relative_error(weight: Tensor, rounded: Tensor, group: Group) -> float:

@@ -57,18 +57,15 @@ class QuantizedLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def of(
-        cls,
-        linear: nn.Linear,
-        format: Format,
-        grid: Grid | None = None,
-        codes: Tensor | None = None,
-        **options,
+        cls, linear: nn.Linear, format: Format, rounded: tuple[Tensor, Grid] | None = None, **options
     ) -> "QuantizedLinear":
-        """A layer's weights as codes of the grid, [out, in]; None = the nearest, of the grid that covers its groups."""
+        """A layer's weights as codes [out, in] of a grid; None = the nearest, of the grid that covers its groups."""
         weight = linear.weight.detach().float()
         format.check_size(weight.shape[1])
-        grid = grid or format.grid(weight)
-        codes = format.encode(weight, grid.spread(weight.shape[1])) if codes is None else codes
+        if rounded is None:
+            grid = format.grid(weight)
+            rounded = format.encode(weight, grid.spread(weight.shape[1])), grid
+        codes, grid = rounded
         bias = None if linear.bias is None else linear.bias.detach()
         return cls(format, format.pack(codes), grid, bias, **options)
 

@@ -20,6 +20,7 @@ from minillm.model.paged import block_by_block, gathered
 from minillm.predict.model import windowed_blocks
 from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, State
 from minillm.serve.run import build
+from minillm.serve.schedule.held import tables
 from minillm.serve.speculate import NGram
 
 WINDOW = 5
@@ -41,15 +42,19 @@ def world(full_attention_layers=()):
 
 
 def spoil_freed(llm):
-    """Whatever is free and not cached when a pass begins is not a number."""
-    forward = llm.runner._forward
+    """Whatever is free and not cached when a pass begins is not a number. Returns, for each pass, the most blocks with
+    a window that a sequence holds in it."""
+    forward, most = llm.runner._forward, []
 
     def spoiling(*inputs):
         for pool, keys_and_values in zip(llm.pool.kinds, llm.runner.caches.values(), strict=True):
             keys_and_values.pool[:, :, pool._free] = float("nan")
+        of_each = [list(tables(llm.pool, sequence))[-1][1].held_blocks for sequence in llm.scheduler.running]
+        most.append(max(map(len, of_each)))
         return forward(*inputs)
 
     llm.runner._forward = spoiling
+    return most
 
 
 TIGHT = {"token_budget": 24, "max_num_seqs": 12, "reserve": 0, "chunk": 6}
@@ -98,8 +103,8 @@ def serve_all(name, options, full_attention_layers=()):
         drafts = 3
         options |= {"proposer": options["proposer"](model), "k": drafts}
     chosen = [i for i, (_, params, *_) in enumerate(requests) if name != "drafts by a model" or not params.temperature]
-    llm, outputs, most = LLM(model, record_blocks=True, **options), {}, 0
-    spoil_freed(llm)
+    llm, outputs = LLM(model, **options), {}
+    most = spoil_freed(llm)
     windowed = llm.pool.windowed or llm.pool
     for number in chosen:
         prompt, params, priority, _ = requests[number]
@@ -112,15 +117,11 @@ def serve_all(name, options, full_attention_layers=()):
         outputs |= {output.request_id: output for output in llm.step()}
         if len(outputs) == len(chosen):
             break
-        if full_attention_layers:
-            most = max([most, *(len(sequence.windowed.held_blocks) for sequence in llm.scheduler.running)])
-        elif llm.records:
-            most = max([most, *map(len, llm.records[-1].tables.values())])
     for number in chosen:
         for answer, ids in zip(outputs[str(number)].answers, expected[number], strict=False):
             assert answer.ids == (ids[: len(answer.ids)] if answer.reason == "cancelled" else ids)
     step = options.get("chunk", 512) + drafts + bool(options.get("async_scheduling"))
-    assert 0 < most <= windowed_blocks(WINDOW, llm.pool.block_size, step)
+    assert 0 < max(most) <= windowed_blocks(WINDOW, llm.pool.block_size, step)
     assert (llm.pool.windowed is None) == (not full_attention_layers) and windowed.window == WINDOW
     assert ("num_blocks" in options) == (sum(output.preemptions for output in outputs.values()) > 2)
     if options.get("prefix_cache", True):
