@@ -15,7 +15,7 @@ from minillm.comm import Group, HangError, RankError, launch
 from minillm.comm.launch.forkserver import start_context
 from minillm.comm.launch.launcher import MAX_RANKS
 from minillm.serve.engine import LLM
-from minillm.serve.ranks.engine import over_ranks, sigterm_ignored
+from minillm.serve.ranks.engine import over_ranks, signals_ignored
 from minillm.train.run import interrupts
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def on_ranks(
     ValueError for what a rank refuses. A rank that dies, or says nothing for `TIMEOUT_S`, ends all of them and this
     command, with one sentence; with none where `is_given_up` says that nobody needs them any more.
     """
-    heed = nullcontext if _under_torchrun() else sigterm_ignored  # ranks that are started here end with this process
+    heed = nullcontext if _under_torchrun() else signals_ignored  # ranks that are started here end with this process
 
     def follow(group: Group) -> Any:
         with heed():
@@ -97,7 +97,7 @@ def serve_on_ranks(
 
     def serve_here(llm: LLM, port: socket.socket, is_over: Callable[[], bool] = lambda: False) -> None:
         app = app_of(llm)
-        with sigterm_ignored():  # uvicorn raises the one that ended it once more, before the other ranks have heard
+        with signals_ignored():  # uvicorn raises the one that ended it once more, before the other ranks have heard
             over = {"is_over": lambda: is_over() or not app.state.api.healthy}
             serve(app, port, **over, takes_signals=_under_torchrun())
 

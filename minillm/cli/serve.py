@@ -24,7 +24,7 @@ from minillm.comm import is_root
 from minillm.model.generate import device_of, folder_of
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
-from minillm.serve.ranks.engine import sigterm_ignored
+from minillm.serve.ranks.engine import signals_ignored
 from minillm.serve.schedule.fair import FairScheduler, Share
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
@@ -168,7 +168,7 @@ def command(
         llm = _engine(model, drafter, k, where, options)
         start.end("load")
         announce()
-        with nullcontext() if pool is None else sigterm_ignored():  # which uvicorn raises again, before the pool ends
+        with nullcontext() if pool is None else signals_ignored():  # which uvicorn raises again, before the pool ends
             serve(create_app({known: llm}, limits, keys, start), listening, until_stdin_closes=until_stdin_closes)
     return 0
 
