@@ -40,11 +40,6 @@ class Handover:
             self._peer.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    @property
-    def is_given(self) -> bool:
-        """Whether rank 0 has the socket, and perhaps requests."""
-        return self._peer is not None
-
     def stop(self) -> None:
         """May be called by a signal's handler."""
         self._stopped = True

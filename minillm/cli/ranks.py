@@ -1,10 +1,12 @@
 """`--tp N` and `--pp N` of `generate` and `serve`: the engine over ranks, started here or by torchrun."""
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from minillm.comm import Group, HangError, RankError, launch
-from minillm.comm.launch.forkserver import start_context
+from minillm.comm.launch.forkserver import start_context, start_server
 from minillm.comm.launch.launcher import MAX_RANKS
 from minillm.serve.engine import LLM
-from minillm.serve.ranks.engine import over_ranks, sigterm_ignored
+from minillm.serve.ranks.engine import over_ranks, signals_ignored
 from minillm.train.run import interrupts
 
 if TYPE_CHECKING:
@@ -30,12 +32,12 @@ def check_ranks(tp: int, pp: int, device: str | None, ep: bool = False) -> int:
     tp, pp: ranks that share a layer; stages of layers. ep: whole experts on each rank, of which there have to be some.
     """
     ranks, said = tp * pp, f"--tp {tp}" if pp == 1 else f"--tp {tp} --pp {pp}"
-    if _under_torchrun() and (started := os.environ.get("WORLD_SIZE")) != str(ranks):
+    if under_torchrun() and (started := os.environ.get("WORLD_SIZE")) != str(ranks):
         raise ValueError(
             f"{said}: torchrun has started {started} ranks, which all take part: "
             + (f"say --tp {started}" if pp == 1 else f"make the product {started}")
         )
-    if ranks > MAX_RANKS and not _under_torchrun():
+    if ranks > MAX_RANKS and not under_torchrun():
         raise ValueError(f"{said} are {ranks} ranks: at most {MAX_RANKS} are started here, more by torchrun")
     if ep and tp == 1:
         raise ValueError("--ep shares out experts among the ranks of --tp: say how many with --tp N, or leave --ep out")
@@ -50,15 +52,14 @@ def on_ranks(
     use: Callable[[LLM], Any],
     *,
     device: str | None,
-    is_given_up: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> Any:
     """What `use(llm)` returns on rank 0. options: of `over_ranks`.
 
     ValueError for what a rank refuses. A rank that dies, or says nothing for `TIMEOUT_S`, ends all of them and this
-    command, with one sentence; with none where `is_given_up` says that nobody needs them any more.
+    command, with one sentence.
     """
-    heed = nullcontext if _under_torchrun() else sigterm_ignored  # ranks that are started here end with this process
+    heed = nullcontext if under_torchrun() else signals_ignored  # ranks that are started here end with this process
 
     def follow(group: Group) -> Any:
         with heed():
@@ -69,8 +70,6 @@ def on_ranks(
     except (RankError, HangError) as error:
         if isinstance(error.__cause__, ValueError):
             raise
-        if is_given_up():
-            return None
         said = str(error).partition("\n")[0].partition(". Who waits")[0]
         typer.echo(f"minillm: {said}", err=True)
         raise typer.Exit(1) from None
@@ -97,16 +96,16 @@ def serve_on_ranks(
 
     def serve_here(llm: LLM, port: socket.socket, is_over: Callable[[], bool] = lambda: False) -> None:
         app = app_of(llm)
-        with sigterm_ignored():  # uvicorn raises the one that ended it once more, before the other ranks have heard
+        with signals_ignored():  # uvicorn raises the one that ended it once more, before the other ranks have heard
             over = {"is_over": lambda: is_over() or not app.state.api.healthy}
-            serve(app, port, **over, takes_signals=_under_torchrun())
+            serve(app, port, **over, takes_signals=under_torchrun())
 
-    if _under_torchrun():
+    if under_torchrun():
         if listening is not None:
             announce()
         on_ranks(ranks, folder, lambda llm: serve_here(llm, listening), **options)
         return
-    with Handover(listening) as door, interrupts(then=door.stop) as asked:
+    with Handover(listening) as door, interrupts(then=door.stop):
         path = door.path
 
         def use(llm: LLM) -> None:
@@ -115,7 +114,18 @@ def serve_on_ranks(
                 serve_here(llm, taken.listening, taken.is_over)
 
         announce()
-        on_ranks(ranks, folder, use, is_given_up=lambda: asked.is_set() and not door.is_given, **options)
+        on_ranks(ranks, folder, use, **options)
+
+
+def start_deaf_server() -> None:
+    """Starts what ranks are forked from so that neither it nor they get a SIGTERM, which a service manager sends to all
+    processes: this one takes it, ends what is open, and then the ranks. They ignore Ctrl-C as ever."""
+    resource_tracker.ensure_running()  # which unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        start_server()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Speaker:
@@ -134,7 +144,7 @@ class Speaker:
 def hearing(hear: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]:
     """Yields what rank 0 calls, so that `hear` is called here, in a thread, before `on_ranks` returns. Under torchrun
     rank 0 is this process. An exception of `hear` is raised at the end, and it hears no more."""
-    if _under_torchrun():
+    if under_torchrun():
         yield hear
         return
     failures: list[Exception] = []
@@ -162,5 +172,5 @@ def hearing(hear: Callable[[Any], None]) -> Iterator[Callable[[Any], None]]:
         raise failure
 
 
-def _under_torchrun() -> bool:
+def under_torchrun() -> bool:
     return "RANK" in os.environ

@@ -18,13 +18,13 @@ import typer
 from typer import Option
 
 from minillm.adapters.store import BUDGET_BYTES, MAX_ADAPTERS, AdapterStore
-from minillm.cli.ranks import check_ranks, serve_on_ranks
+from minillm.cli.ranks import check_ranks, serve_on_ranks, start_deaf_server, under_torchrun
 from minillm.comm import is_root
 from minillm.model.generate import device_of, folder_of
 from minillm.quantize.kv import KV_FORMATS
 from minillm.serve.engine import LLM
 from minillm.serve.load import DTYPES, engine_options
-from minillm.serve.ranks.engine import sigterm_ignored
+from minillm.serve.ranks.engine import signals_ignored
 from minillm.serve.schedule.fair import FairScheduler, Share
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
@@ -140,6 +140,8 @@ def command(
         options["adapters"] = {"budget_bytes": adapter_mb << 20, "max_adapters": max_adapters, "folders": folders}
     where = {"dtype": None if dtype is None else DTYPES[dtype], "max_seq_len": max_seq_len}
     known = name or (Path(model).name if Path(model).is_dir() else model)
+    if (ranks > 1 or prefill is not None) and not under_torchrun():
+        start_deaf_server()
     listening = bind(host, port) if is_root() else None  # torchrun's other ranks have no port
     with listening or nullcontext(), _pool(prefill, prefill_least, model, device, where, options) as pool:
         if pool is not None:
@@ -167,7 +169,7 @@ def command(
         llm = _engine(model, drafter, k, where, options)
         start.end("load")
         announce()
-        with nullcontext() if pool is None else sigterm_ignored():  # which uvicorn raises again, before the pool ends
+        with nullcontext() if pool is None else signals_ignored():  # which uvicorn raises again, before the pool ends
             serve(create_app({known: llm}, limits, keys, start), listening, until_stdin_closes=until_stdin_closes)
     return 0
 

@@ -13,7 +13,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -47,7 +46,6 @@ def probe(world_sizes: list[int], sizes: tuple[int, ...] = SIZES) -> dict[int, l
 
 
 def _rank(rank: int, folder: str, world_sizes: list[int], sizes: tuple[int, ...]) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the fork server blocks it; torch ends ranks by it
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     everyone = max(world_sizes)

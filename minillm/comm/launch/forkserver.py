@@ -55,9 +55,8 @@ def start_server() -> None:
     """Start the fork server if none runs, with the modules of `OURS` that are loaded here. If one of their files has
     been edited since, start another one with torch alone.
 
-    It and the processes it forks ignore Ctrl-C, so that no import shows a traceback, and a SIGTERM to all processes of
-    a group, whose ranks may have requests to end first: they inherit both signals blocked, and a rank unblocks them. In
-    this process they are blocked for a moment only, and what is sent in that moment arrives late.
+    It and the processes it forks ignore Ctrl-C, so that no import shows a traceback: they inherit a blocked SIGINT. In
+    this process SIGINT is blocked for a moment only, and a Ctrl-C in that moment arrives late.
     """
     global _loaded_files
     if start_context().get_start_method() != "forkserver":
@@ -116,8 +115,8 @@ def _stamps(files: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def _ensure_server() -> None:
-    resource_tracker.ensure_running()  # which the server's start does too, and which unblocks both
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    resource_tracker.ensure_running()  # which the server's start does too, and which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         ensure_running()
     finally:

@@ -238,8 +238,8 @@ def _settle(folder: Path, rank: int) -> None:
     stack = open(folder / f"stack{rank}", "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
     threading.Thread(target=_die_with_launcher, args=[folder], daemon=True).start()
 
 

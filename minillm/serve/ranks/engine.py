@@ -120,7 +120,7 @@ def _run(llm: LLM, group: Group, use: Callable[[LLM], Result]) -> Result | None:
     """Rank 0 uses the engine, the others follow it."""
     runner = llm.runner
     if group.rank:
-        with sigterm_ignored():  # rank 0 may have requests to end: it says when there are no more steps
+        with signals_ignored():  # rank 0 may have requests to end: it says when there are no more steps
             runner.follow()
         _close(llm)
         runner.channel.close(group)
@@ -146,16 +146,18 @@ def _close(llm: LLM) -> None:
 
 
 @contextmanager
-def sigterm_ignored() -> Iterator[None]:
-    """A SIGTERM that reaches every rank, as torchrun's or a process group's, ends none in the middle of an answer."""
+def signals_ignored() -> Iterator[None]:
+    """A SIGTERM or Ctrl-C that reaches every rank, as torchrun's or a process group's, ends none in the middle of an
+    answer."""
     if threading.current_thread() is not threading.main_thread():  # only it may handle signals
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _loaded(

@@ -17,7 +17,7 @@ import torch
 from minillm.comm import Group, HangError, Link, RankError, launch
 from minillm.model import ModelConfig, Transformer
 from minillm.serve.numbers import check_whole
-from minillm.serve.ranks.engine import sigterm_ignored
+from minillm.serve.ranks.engine import signals_ignored
 from minillm.serve.ranks.part import group_of, ranks_here
 from minillm.serve.transfer.decode import DecodeSide
 from minillm.serve.transfer.members import Member
@@ -196,5 +196,5 @@ class PrefillPool:
 
 def _serve(group: Group, source: str | Path | Transformer, address: str, door: str, options: dict[str, Any]) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // (2 * group.world_size)))  # the other half decodes
-    with sigterm_ignored():  # of a process group: who started the pool may have requests to end
+    with signals_ignored():  # of a process group: who started the pool may have requests to end
         serve_prefill(group, source, address, door=door, **options)
