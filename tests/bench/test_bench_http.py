@@ -26,7 +26,7 @@ def test_both_ways_give_the_same_texts_and_what_is_no_answer_is_refused():
         assert over.texts == without.texts and len(set(over.texts)) == 2
         for each in (over, without):
             assert all(0 < ttft <= each.seconds for ttft in each.ttft)
-        with pytest.raises(ValueError, match="minillm answered b'HTTP/1.1 400"):
+        with pytest.raises(ValueError, match=r"minillm answered b'HTTP/1\.1 400"):
             http.Server("minillm", server.url, server.asked | {"max_tokens": -1}).answer(prompts[:1])
     assert llm.pool.used == 0
 
