@@ -44,7 +44,7 @@ class Replies:
         rows = _rows_of(outputs.sampled.read(), self._most(step)) if sampled else _largest(outputs.logits[~whole])
         said = {row: (type(fault).__name__, str(fault)) for row, fault in outputs.faults.items()}
         text = json.dumps(said).encode() if said else b""
-        self._send(torch.cat((torch.tensor([len(text)], dtype=torch.float64), rows.flatten())))
+        self._send(torch.cat((torch.tensor([len(text)], dtype=torch.float64, device="cpu"), rows.flatten())))
         if not sampled and whole.any():
             self._send(outputs.logits[torch.from_numpy(whole)].cpu())
         if text:
@@ -59,7 +59,7 @@ class Replies:
         if step.sampling is not None:
             outputs.sampled = ReadTokens(self._tokens(step, rows.tolist()))
         else:
-            logits = torch.full((len(whole), self.vocab_size), -inf)
+            logits = torch.full((len(whole), self.vocab_size), -inf, device="cpu")
             if whole.any():
                 logits[whole] = self._receive(int(whole.sum()) * self.vocab_size, torch.float32).view(
                     -1, self.vocab_size
