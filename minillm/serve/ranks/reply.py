@@ -92,18 +92,19 @@ class Replies:
         self.group.exchange(send=(x, 0), eager=True)
 
     def _receive(self, count: int, dtype: torch.dtype) -> Tensor:
-        x = torch.empty(count, dtype=dtype)
+        x = torch.empty(count, dtype=dtype, device="cpu")
         self.group.exchange(recv=(x, self.source), eager=True)
         return x
 
 
 def _rows_of(tokens: list[Token | None], most: int) -> Tensor:
     """[tokens, 1 + 2 · most]: the id, then pairs of an id and its log-probability, its own first."""
-    rows = torch.zeros(len(tokens), 1 + 2 * most, dtype=torch.float64)
+    rows = torch.zeros(len(tokens), 1 + 2 * most, dtype=torch.float64, device="cpu")
     for row, token in zip(rows, tokens, strict=True):
         row[0] = NO_TOKEN if token is None else token.id
         if token is not None and token.logprob is not None:
-            pairs = torch.tensor([(token.id, token.logprob), *token.top], dtype=torch.float64).flatten()
+            told = [(token.id, token.logprob), *token.top]
+            pairs = torch.tensor(told, dtype=torch.float64, device="cpu").flatten()
             row[1 : 1 + len(pairs)] = pairs
     return rows
 
