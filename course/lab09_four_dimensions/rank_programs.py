@@ -1,7 +1,7 @@
 """What lab 09's last exercise runs on four ranks: a hybrid step in several meshes, beside one process in float64."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ def name_of(axes: dict[str, int]) -> str:
 def run_steps(group: Group, learner: Callable, case: TrainingCase, whole: bool = False) -> list[Outcome]:
     """The learner's step in each mesh, with sequence parallelism where there is tp; whole: in WHOLE, too."""
     torch.set_num_threads(1)
+    case = replace(case, tokens=case.tokens.to(group.device), targets=case.targets.to(group.device))
     right = _alone(case)
     found = [_step(Mesh(group, **axes), name_of(axes), axes["tp"] > 1, learner, case, right) for axes in MESHES]
     if whole:

@@ -56,7 +56,7 @@ def folder() -> Iterator[Path]:
 def make(group: Group | None, layout: ParallelConfig, model: ModelConfig = TINY, **options: Any) -> Trainer:
     """A trainer whose steps have `WINDOWS` windows, whatever the layout."""
     torch.set_num_threads(1)
-    text = Tokens((torch.arange(4000) ** 2 % 53).numpy().astype("uint16"), 53, 0, 1, 12000)
+    text = Tokens((torch.arange(4000, device="cpu") ** 2 % 53).numpy().astype("uint16"), 53, 0, 1, 12000)
     options = {"seq_len": 16, "batch_size": 1, "accumulate": accumulate_for(WINDOWS, 1, layout.dp)} | options
     config = TrainConfig(model, **{"steps": STEPS, "warmup_steps": 4, "lr": 1e-2} | options)
     return Trainer(config, text, workers=0, parallel=make_strategy(group, layout) if group else None)

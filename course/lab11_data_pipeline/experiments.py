@@ -213,9 +213,9 @@ def torch_loader(group: Group, num_samples: int, batch_size: int, set_epoch: boo
 
 def train_step(group: Group, samples: Callable[[Group], Sequence[int]]) -> dict[str, Any]:
     """One data-parallel step of a next-token model on the windows that `samples(group)` names for this rank."""
-    tokens = torch.randint(0, 64, (64 * 32 + 1,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 64, (64 * 32 + 1,), generator=torch.Generator().manual_seed(0), device="cpu")
     mine = [int(sample) for sample in samples(group)]
-    inputs, targets = TokenDataset(tokens, seq_len=32).batch(mine)
+    inputs, targets = (x.to(group.device) for x in TokenDataset(tokens, seq_len=32).batch(mine))
     torch.manual_seed(0)  # the same weights on every rank
     model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
     loss = cross_entropy(model(inputs), targets)

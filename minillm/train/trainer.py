@@ -55,7 +55,8 @@ PROGRESS = ("config", "windows_per_step", "step", "loader", "loss_spikes", "scal
 class Trainer:
     """`Trainer(config, tokens).step()`, as often as you like.
 
-    validation: held-out tokens for `validate`. peak_flops: of all that the ranks run on, FLOP/s, for the MFU.
+    validation: held-out tokens for `validate`. device: None = the one of `parallel`'s group, or the CPU.
+    peak_flops: of all that the ranks run on, FLOP/s, for the MFU.
     time_parts: keep a ledger, for the parts of `Step.time`; on a GPU, where each collective then records events of the
         device, a step's `time` is that of the step before. False: no ledger, and only the whole step's seconds.
     teacher: a trained model whose next-token distributions are learnt as well (config.distil_share), whole on every
@@ -69,7 +70,7 @@ class Trainer:
         tokens: Tokens | Conversations | Preferences,
         validation: Tokens | Conversations | None = None,
         *,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         peak_flops: float | None = None,
         parallel: SingleDevice | None = None,
         workers: int = 1,
@@ -77,9 +78,11 @@ class Trainer:
         time_parts: bool = True,
         base: BaseFolder | None = None,
     ):
-        self.config, self.device, self.peak_flops = config, torch.device(device), peak_flops
-        self._config = config.to_json()
         self.parallel, self.precision = parallel or SingleDevice(), PRECISIONS[config.precision]
+        group = self.parallel.group
+        self.device = torch.device(device or ("cpu" if group is None else group.device))
+        self.config, self.peak_flops = config, peak_flops
+        self._config = config.to_json()
         if tokens.vocab_size > config.model.vocab_size:
             raise ValueError(
                 f"tokens of a vocabulary of {tokens.vocab_size} do not fit the model's {config.model.vocab_size}."

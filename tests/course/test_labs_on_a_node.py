@@ -31,10 +31,17 @@ ON_RANKS = ("00", "01", "03", "04", "05", "06", "07", "08", "09", "10", "11", "1
 ALONE = tuple(lab for lab in course.numbers("receipts") if lab not in ON_RANKS)
 SAMPLE = 5  # labs of each kind, one program of each; MINILLM_PROOF=all: every program of every lab
 
-CLOCK = "times emulated links or devices by the host's clock"
-WIRE = "counts what crosses the loopback, which NCCL does not use"
-PEER = "puts torch's or another library's own classes beside minillm, on a process group of the CPU"
-ON_THE_CPU: dict[str, str] = {}
+PEER = (
+    "puts torch's own DDP, FSDP or checkpoints beside minillm, on a process group or a mesh that it makes for the CPU"
+)
+CLOCK = "times ranks that sleep for a computation and for an emulated link, by the host's clock"
+ON_THE_CPU = {"18 over_links": CLOCK, "10 distributed_checkpoint": PEER} | dict.fromkeys(
+    (
+        *("03 trace", "03 cell of production.traced_step", "03 cell of production.libraries"),
+        *("04 clipping", "04 seeds", "04 saving", "04 scaler", "04 cell of experiments_breaks.all_accidents"),
+    ),
+    PEER,
+)
 
 
 def drawn(labs: tuple[str, ...]) -> list[str]:

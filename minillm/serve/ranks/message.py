@@ -80,7 +80,7 @@ class Channel:
 
     def hear(self) -> np.ndarray | int:
         """The next step, as numbers; END, BEAT or REPORT."""
-        first = torch.empty(FIRST, dtype=torch.int64)
+        first = torch.empty(FIRST, dtype=torch.int64, device="cpu")
         self.group.exchange(recv=(first, 0), eager=True)
         self.told += 1
         length, numbers = int(first[0]), first[1:]
@@ -88,18 +88,18 @@ class Channel:
             return length
         self.numbers += length
         if length > len(numbers):
-            rest = torch.empty(length - len(numbers), dtype=torch.int64)
+            rest = torch.empty(length - len(numbers), dtype=torch.int64, device="cpu")
             self.group.exchange(recv=(rest, 0), eager=True)
             numbers = torch.cat((numbers, rest))
         return numbers[:length].numpy()
 
     def answer(self, number: float) -> None:
         """What REPORT has asked for."""
-        self.group.exchange(send=(torch.tensor([number], dtype=torch.float64), 0), eager=True)
+        self.group.exchange(send=(torch.tensor([number], dtype=torch.float64, device="cpu"), 0), eager=True)
 
     def answers(self) -> list[float]:
         """On rank 0: what the others answer, in rank order."""
-        numbers = torch.empty(self.group.world_size - 1, 1, dtype=torch.float64)
+        numbers = torch.empty(self.group.world_size - 1, 1, dtype=torch.float64, device="cpu")
         for rank, number in enumerate(numbers, 1):
             self.group.exchange(recv=(number, rank), eager=True)
         return numbers.flatten().tolist()

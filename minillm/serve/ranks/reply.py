@@ -44,7 +44,7 @@ class Replies:
         rows = _rows_of(outputs.sampled.read(), self._most(step)) if sampled else _largest(outputs.logits[~whole])
         said = {row: (type(fault).__name__, str(fault)) for row, fault in outputs.faults.items()}
         text = json.dumps(said).encode() if said else b""
-        self._send(torch.cat((torch.tensor([len(text)], dtype=torch.float64), rows.flatten())))
+        self._send(torch.cat((torch.tensor([len(text)], dtype=torch.float64, device="cpu"), rows.flatten())))
         if not sampled and whole.any():
             self._send(outputs.logits[torch.from_numpy(whole)].cpu())
         if text:
@@ -59,7 +59,7 @@ class Replies:
         if step.sampling is not None:
             outputs.sampled = ReadTokens(self._tokens(step, rows.tolist()))
         else:
-            logits = torch.full((len(whole), self.vocab_size), -inf)
+            logits = torch.full((len(whole), self.vocab_size), -inf, device="cpu")
             if whole.any():
                 logits[whole] = self._receive(int(whole.sum()) * self.vocab_size, torch.float32).view(
                     -1, self.vocab_size
@@ -92,18 +92,19 @@ class Replies:
         self.group.exchange(send=(x, 0), eager=True)
 
     def _receive(self, count: int, dtype: torch.dtype) -> Tensor:
-        x = torch.empty(count, dtype=dtype)
+        x = torch.empty(count, dtype=dtype, device="cpu")
         self.group.exchange(recv=(x, self.source), eager=True)
         return x
 
 
 def _rows_of(tokens: list[Token | None], most: int) -> Tensor:
     """[tokens, 1 + 2 · most]: the id, then pairs of an id and its log-probability, its own first."""
-    rows = torch.zeros(len(tokens), 1 + 2 * most, dtype=torch.float64)
+    rows = torch.zeros(len(tokens), 1 + 2 * most, dtype=torch.float64, device="cpu")
     for row, token in zip(rows, tokens, strict=True):
         row[0] = NO_TOKEN if token is None else token.id
         if token is not None and token.logprob is not None:
-            pairs = torch.tensor([(token.id, token.logprob), *token.top], dtype=torch.float64).flatten()
+            told = [(token.id, token.logprob), *token.top]
+            pairs = torch.tensor(told, dtype=torch.float64, device="cpu").flatten()
             row[1 : 1 + len(pairs)] = pairs
     return rows
 

@@ -25,14 +25,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = Path(__file__).parent
-_OF_THE_NODE = ("counting", "memory", "races", "streams", "graphs", "node", "lies", "process_group", "launching")
+_OF_THE_NODE = (
+    "counting",
+    "memory",
+    "races",
+    "streams",
+    "graphs",
+    "copies",
+    "node",
+    "lies",
+    "process_group",
+    "launching",
+)
 _OURS = {str(_HERE / f"{name}.py") for name in _OF_THE_NODE} | {str(_HERE.parent / "comm" / "nccl_like.py")}
 # Reads of values by the host: on a GPU each of them waits for all that its stream has queued.
 HOST_READS = {
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "argwhere", "masked_select", "bincount"),
     *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "multinomial", "histc"),
 }
-COPIES = {"copy_", "_to_copy"}
+COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 LAUNCH_NOTHING = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"),
     *("_unsafe_view", "set_", "resize_", "record_stream", "is_pinned", "_local_scalar_dense", "is_same_size"),

@@ -20,12 +20,11 @@ used in orders that cannot all be kept (`order.py`); buffers that the backend ke
 Not seen: operations inside C++ (a composite CUDA kernel that waits by itself, such as `sort` in some versions), memory
 read past torch (`data_ptr`, ctypes), what a dtype or an alignment costs, the real duration of anything,
 and gradients that go back over `.to(device)` from a GPU to the host. Triton's kernels run in its interpreter only:
-without it, an engine's rotation, gate and sampler compute with torch, as they do where triton is not installed.
+without it, an engine's attention, rotation, gate and sampler compute with torch, as where triton is not installed.
 """
 
 import contextlib
 import threading
-import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -34,8 +33,10 @@ import torch
 
 from minillm.model import elementwise_triton
 from minillm.model.kernels import triton
+from minillm.model.paged import backend
 from minillm.serve.sample import rows_triton
 from tests.engine.node import lies, streams
+from tests.engine.node.copies import HostCopy
 from tests.engine.node.counting import COPIES, Call, Counting, Site, Watch, site
 from tests.engine.node.graphs import Capture
 from tests.engine.node.memory import Allocation, Memory
@@ -45,28 +46,6 @@ from tests.engine.node.streams import Devices
 
 EXPECTED_WAITS = ("native.py:gather_objects", "native.py:barrier")  # documented: the host waits on any backend
 LAG = 20
-
-
-class HostCopy:
-    """A copy between the host's pinned memory and a device that the device has not been seen to finish.
-
-    A copy to the host leaves garbage there until the host has waited; the host's memory must not change under a copy
-    to the device.
-    """
-
-    def __init__(self, access: Access, host: torch.Tensor, to_host: bool) -> None:
-        self.access, self.host, self.to_host = access, host, to_host
-        self.value = host.clone() if to_host else None
-        self._checksum = None if to_host else _checksum(host)
-
-    def arrive(self) -> None:
-        if self.to_host:
-            self.host.copy_(self.value)
-        elif _checksum(self.host) != self._checksum:
-            raise NodeError(
-                f"pinned memory changed under its copy to the device, which was launched at {self.access.at}: "
-                "record an event behind the copy and wait for it before writing again"
-            )
 
 
 class ThreadState(threading.local):
@@ -249,18 +228,25 @@ class Node(Devices, Watch):
     # Copies.
 
     def _copy(self, call: Call) -> None:
-        if call.name == "copy_":
-            target, source, non_blocking = call.args[0], call.args[1], bool(call.argument(2, "non_blocking", False))
-            to = self.device_of(target)
-        else:
-            (target,), source = call.outputs, call.args[0]
-            to, non_blocking = self.target or (self.device_of(source), False)
-        here = self.device_of(source)
         if call.name == "_to_copy":
+            (target,), source = call.outputs, call.args[0]
+            here = self.device_of(source)
+            to, non_blocking = self.target or (here, False)
             if to is not None:
                 self.memory.add(target, to, self.current_stream(to).stream_id)
             elif here is not None and non_blocking:  # torch makes such a target pinned
                 self.memory.add(target, None, 0, pinned=True)
+            self._move(call, target, source, to, non_blocking)
+            return
+        non_blocking = bool(call.argument(2, "non_blocking", False))
+        pairs = zip(*call.args[:2], strict=True) if call.name == "_foreach_copy_" else [call.args[:2]]
+        for target, source in pairs:
+            self._move(call, target, source, self.device_of(target), non_blocking)
+
+    def _move(
+        self, call: Call, target: torch.Tensor, source: torch.Tensor, to: torch.device | None, non_blocking: bool
+    ) -> None:
+        here = self.device_of(source)
         if here is None and to is None:
             return
         stream = self.current_stream(to if here is None else here).stream_id
@@ -297,10 +283,6 @@ def tensors_of(values: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(each)
 
 
-def _checksum(x: torch.Tensor) -> int:
-    return zlib.crc32(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()) if x.numel() else 0
-
-
 @contextlib.contextmanager
 def pretend_node(**how: Any) -> Iterator[Node]:
     """This process sees a node; `how`: of Node."""
@@ -325,4 +307,5 @@ def _no_triton_without_interpreter() -> Iterator[None]:
         if triton is not None and not triton.knobs.runtime.interpret:
             for module in (elementwise_triton, rows_triton):
                 stack.enter_context(mock.patch.object(module, "triton", None))
+            stack.enter_context(mock.patch.object(backend, "find_spec", lambda name: None))
         yield

@@ -86,7 +86,7 @@ def train(group: Group, layouts: list[ParallelConfig]) -> dict[str, tuple[list[f
         tokens = Tokens((np.arange(3000) ** 2 % 53).astype(np.uint16), 53, 0, 1, 9000)
         config = TrainConfig(CONFIG, seq_len=16, batch_size=4 // layout.dp, steps=3, accumulate=layout.accumulate)
         strategy = make_strategy(group, layout)
-        with strategy, Trainer(config, tokens, device=group.device, parallel=strategy) as trainer:
+        with strategy, Trainer(config, tokens, parallel=strategy) as trainer:
             losses = []
             for _ in range(3):
                 if (node := streams.NODE) is not None:
