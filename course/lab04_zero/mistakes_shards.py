@@ -159,7 +159,7 @@ mistake(
 )
 
 
-mistake("offload-adam", "a-rate-of-its-own", {"-= lr * m": "-= LR * m"}, expect="both stored; then")
+mistake("offload-adam", "a-rate-of-its-own", {"-= lr * m": "-= 0.1 * m"}, expect="both stored; then")
 
 
 @mistake("offload-adam", "moves-a-copy", expect="change the weights in place")

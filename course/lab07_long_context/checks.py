@@ -139,7 +139,7 @@ def check_forward(learner: Callable) -> Receipt:
         found, right = learner(q.clone(), k.clone(), v.clone(), tile), _attention(q, k, v)
         worst = max(worst, _compare(found, right, ("output", "lse"), f"{seq} positions in tiles of {tile}"))
     rows = [row("largest difference from softmax over all keys (below 1e-9)", True, worst < 1e-9)]
-    return receipt("attention in tiles", [*rows, *_frugal(lambda q, k, v: learner(q, k, v, TILE), 4, _draw)])
+    return receipt("attention in tiles", [*rows, *_frugal(learner, 4, _draw)])
 
 
 @exercise(
@@ -163,7 +163,7 @@ def check_backward(learner: Callable) -> Receipt:
         found = learner(*(x.clone() for x in given), tile)
         worst = max(worst, _compare(found, right, names, f"{seq} positions in tiles of {tile}"))
     rows = [row("largest difference from autograd through softmax (below 1e-9)", True, worst < 1e-9)]
-    frugal = _frugal(lambda *given: learner(*given, TILE), 10, lambda seq: _backward_case(seq, 1.0)[:-1])
+    frugal = _frugal(learner, 10, lambda seq: _backward_case(seq, 1.0)[:-1])
     return receipt("gradients in tiles", [*rows, *frugal])
 
 
@@ -222,7 +222,7 @@ def _frugal(call: Callable, per_pair: int, draw: Callable) -> list:
     for count in (2, *tiles):
         given = draw(count * TILE)
         with NewTensors(*given) as made:
-            call(*given)
+            call(*given, TILE)
         limit = count * TILE * DIM
         if made.largest > max(limit, TILE * TILE):
             raise CheckFailed(
@@ -230,6 +230,15 @@ def _frugal(call: Callable, per_pair: int, draw: Callable) -> list:
                 f"scores of more than one tile are together. Work on {TILE} x {TILE} at a time"
             )
         most, alive = made.largest, [*alive, made.most_alive]
+    tile = random.choice((5, 6, 9, 12))
+    given = draw(2 * tile)
+    with NewTensors(*given) as made:
+        call(*given, tile)
+    if made.largest > max(2 * tile * DIM, tile * tile):
+        raise CheckFailed(
+            f"right, but with tile={tile}, {2 * tile} positions made a tensor of {made.largest:,} numbers: scores of "
+            f"more than {tile} x {tile}. `tile` is an argument"
+        )
     alive = alive[1:]
     if alive[1] > 2.5 * alive[0]:
         raise CheckFailed(
@@ -238,7 +247,7 @@ def _frugal(call: Callable, per_pair: int, draw: Callable) -> list:
         )
     needed = per_pair * DIM * TILE**2 * tiles[0] * (tiles[0] + 1) // 2
     given = draw(tiles[0] * TILE)
-    flops = count_flops(lambda: call(*given))
+    flops = count_flops(lambda: call(*given, TILE))
     few = 2 * given[0].numel()  # what a sum of products by einsum, of each query once, takes
     if flops > needed + few:
         raise CheckFailed(

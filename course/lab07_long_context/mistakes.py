@@ -111,6 +111,12 @@ mistake(
 )
 mistake(
     "tiled-forward",
+    "tiles of 16 for ever",
+    {"    out, lse = torch.zeros_like(q), q.new_full": "    tile = 16\n    out, lse = torch.zeros_like(q), q.new_full"},
+    expect="`tile` is an argument",
+)
+mistake(
+    "tiled-forward",
     "a mask made of the scores",
     {"torch.ones_like(scores).triu(1).bool()": "scores.triu(1).bool()"},
     says="A score of exactly 0 is no reason to see a later key: make the mask of ones, not of scores.",

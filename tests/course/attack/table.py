@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("survivors.txt")
-# Labs whose every survivor is mended or in the table.
-ATTACKED = ("02", "12", "13", "14", "15", "16", "17", "18", "19", "25")
+# Labs whose every survivor is mended or in the table, but for the exercises for which that is not known yet.
+ATTACKED = ("00", "02", "03", "06", "07", "12", "13", "14", "15", "16", "17", "18", "19", "25")
+PENDING = ("top-k-error-feedback", "stage-step", "tied-embedding")
 VERDICTS = ("equivalent", "allowed", "forbidden")
 
 
