@@ -116,14 +116,15 @@ def judge_prefixes(prefixes: Callable) -> None:
     """CheckFailed unless a pool without a prefix cache is asked for nothing, and another for all blocks but the last
     token's."""
     for has_cache, size, num_tokens in product((False, True), (4, 7), (1, 24, 25, 28, 29)):
-        sequence = SimpleNamespace(num_tokens=num_tokens, prefixes=lambda count, _: list(range(max(0, count))))
+        sequence = SimpleNamespace(num_tokens=num_tokens, prefixes=lambda count, _: list(range(20))[:count])
         pool = SimpleNamespace(prefix_cache=has_cache, block_size=size)
         found = list(prefixes(SimpleNamespace(pool=pool), sequence))
         due = (num_tokens - 1) // size if has_cache else 0
         if len(found) != due:
             cache = "with" if has_cache else "without"
             raise CheckFailed(
-                f"{num_tokens} tokens in blocks of {size}, {cache} a prefix cache: you give {len(found)} keys, it must be {due}"
+                f"{num_tokens} tokens in blocks of {size}, {cache} a prefix cache: you give {len(found)} "
+                f"keys, it must be {due}"
             )
 
 
