@@ -52,7 +52,7 @@ def _routings() -> list[tuple[str, Tensor, int, Tensor | None]]:
     nearly = torch.zeros(2, 256).double()
     nearly[:, 200] = 0.01
     return [
-        ("top 2 of 5", 2 * draw(random.randint(4, 12), 5), 2, None),
+        ("top 2 of 5", 2 * draw(random.randint(4, 60), 5), 2, None),
         ("top 1 of 3", draw(4, 3), 1, None),
         ("top 2 of 6 with a bias", draw(40, 6), 2, 0.6 * draw(6)),
         ("top 3 of 40, scores that tie", even, 3, None),

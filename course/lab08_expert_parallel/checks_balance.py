@@ -29,7 +29,7 @@ def check_capacity(learner: Callable) -> Receipt:
     rows = []
     for tokens, num_experts, k, factor in (
         (16, 4, 1, 1.0),
-        (random.randint(9, 15), 4, 2, 1.0),
+        (random.randint(9, 60), 4, 2, 1.0),
         (30, 5, 3, 0.75),
         (6, 3, 2, 4.0),
         (420, 2, 1, 1.4),
@@ -87,7 +87,7 @@ def _say_drops(name: str, experts: Tensor, found: list, right: list) -> str:
 def check_balance(learner: Callable) -> Receipt:
     worst, rows = 0.0, []
     for tokens, num_experts, k, routing in (
-        (random.randint(5, 9), 5, 2, "random"),
+        (random.randint(5, 30), 5, 2, "random"),
         (6, 3, 1, "random"),
         (4, 4, 2, "first experts"),
     ):

@@ -50,7 +50,7 @@ def check_exchange(learner: tuple[Callable, Callable]) -> Receipt:
         _case(3, 6, [5, 0, 7], "random"),
         _case(4, 4, [3, 5, 2, 4], "one expert"),
         _case(1, 3, [4], "random"),
-        _case(2, 4, [6, 3], "random", hidden=random.choice((3, 5, 7)), dtype=torch.float64),
+        _case(2, 4, [60, 45], "random", hidden=random.choice((3, 5, 7)), dtype=torch.float64),  # an unstable sort shows
     ]
     ranks = run(run_exchange, RANKS, learner, cases)
     rows = []
@@ -174,7 +174,7 @@ def _judge_bytes(case: Rows, found: Sequence[ExchangeRecord]) -> list:
     ),
 )
 def check_gradients(learner: Callable) -> Receipt:
-    num_experts, hidden = random.choice((8, 12)), random.randint(3, 6)
+    num_experts, hidden = random.choice((8, 12)), random.randint(3, 24)
     cases = [_layer(ep, num_experts, hidden) for ep in (1, 2, 4)]
     ranks = run(run_gradients, RANKS, learner, cases)
     rows = []

@@ -7,7 +7,7 @@ but tp; with attention and latencies for nothing, both must agree to the last di
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, cycle
 from typing import Any
 
 from course.kit.exercises import CheckFailed, exercise
@@ -39,8 +39,9 @@ FREE = 1e30  # rate of what takes no time
 )
 def check_estimate(learner: Callable) -> Receipt:
     rows = []
-    for model, layout, seq in (*_plain_cases(), *(_draw_case() for _ in range(4))):
-        machine = _bare(layout)
+    cases = *_plain_cases(), *(_draw_case() for _ in range(4))
+    for (model, layout, seq), device in zip(cases, cycle(("h100", "a100-80")), strict=False):
+        machine = _bare(layout, device)
         rate, link = machine.device.matmul_rate(model.hidden_size / layout.tp), machine.device.link
         asked = "two numbers, bytes and seconds"
         found = expect_list(learner(model, layout, seq, rate, link), asked, count=2)
@@ -85,10 +86,10 @@ def _draw_case() -> tuple[Architecture, Layout, int]:
     return model, layout, random.choice((2048, 4096))
 
 
-def _bare(layout: Layout) -> Cluster:
+def _bare(layout: Layout, device: str) -> Cluster:
     """A node for each tensor-parallel group, whose links deliver their rate at once and hide nothing; what is no matrix
     product takes no time."""
-    bare = cluster("h100", layout.world_size, per_node=layout.tp, latency=(0.0, 0.0), link_efficiency=1.0)
+    bare = cluster(device, layout.world_size, per_node=layout.tp, latency=(0.0, 0.0), link_efficiency=1.0)
     return replace(bare, contention=1.0, device=replace(bare.device, attention=FREE, bandwidth=FREE))
 
 

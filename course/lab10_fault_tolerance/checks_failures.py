@@ -163,7 +163,7 @@ class Batch:
     ),
 )
 def check_same_branch(learner: Callable) -> Receipt:
-    size = random.randint(2, 9)
+    size = random.randint(2, 60)
     cases = [
         _batch("all losses are finite", (), size),
         _batch("no loss is finite", range(3), size),

@@ -70,7 +70,7 @@ def _stepper(seq: int) -> Callable:
 
 def judge_windows(indices: Callable) -> None:
     """CheckFailed unless the windows are those of the stream, dealt out like cards, shuffled or not."""
-    for shuffle, world_size in product((True, False), (1, 3)):
+    for shuffle, world_size in product((True, False), (1, 5)):
         count, batch_size, position = random.randint(11, 19), random.randint(2, 4), random.randint(0, 60)
         for rank in range(world_size):
             sampler = ShardedSampler(count, batch_size, rank, world_size, seed=random.randrange(99), shuffle=shuffle)
@@ -109,6 +109,22 @@ def judge_contexts(accumulating: Callable) -> None:
             raise CheckFailed(
                 f"{what} microbatch: {' and '.join(entered) or 'nobody'} was kept from communicating; it must be "
                 f"{' and '.join(due) or 'nobody'}"
+            )
+
+
+def judge_prefixes(prefixes: Callable) -> None:
+    """CheckFailed unless a pool without a prefix cache is asked for nothing, and another for all blocks but the last
+    token's."""
+    for has_cache, size, num_tokens in product((False, True), (4, 7), (1, 24, 25, 28, 29)):
+        sequence = SimpleNamespace(num_tokens=num_tokens, prefixes=lambda count, _: list(range(20))[:count])
+        pool = SimpleNamespace(prefix_cache=has_cache, block_size=size)
+        found = list(prefixes(SimpleNamespace(pool=pool), sequence))
+        due = (num_tokens - 1) // size if has_cache else 0
+        if len(found) != due:
+            cache = "with" if has_cache else "without"
+            raise CheckFailed(
+                f"{num_tokens} tokens in blocks of {size}, {cache} a prefix cache: you give {len(found)} "
+                f"keys, it must be {due}"
             )
 
 

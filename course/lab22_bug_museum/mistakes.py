@@ -27,6 +27,12 @@ mistake(
     expect="append what each microbatch counts",
 )
 mistake(
+    "never-ends",
+    "whether there is a prefix cache or not",
+    {" if self.pool.prefix_cache else 0": ""},
+    expect="without a prefix cache",
+)
+mistake(
     "two-gpus-one-run",
     "shuffled in any case",
     {"    if not self.shuffle:\n        return offsets\n": ""},

@@ -58,6 +58,8 @@ def signature(value: Any) -> str:
         return str(list(value.shape))
     if isinstance(value, (list, tuple)):
         return "(" + ",".join(map(signature, value)) + ")"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key!r}:{signature(each)}" for key, each in value.items()) + "}"
     if isinstance(value, (int, str)) or value is None:
         return repr(value)
     size = getattr(value, "world_size", None)
