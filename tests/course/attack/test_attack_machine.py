@@ -139,4 +139,4 @@ def test_mutants_in_the_table_are_still_made():
 
 
 # Labs 17, 19 and 25 brought 112, each with its reason in the table.
-MOST_ENTRIES = 223
+MOST_ENTRIES = 233  # 223, and 10 equivalents of the last two exercises that had not been attacked, kernels both
