@@ -45,7 +45,8 @@ class TokenDataset:
                 f"{len(array)} tokens are too few for seq_len {seq_len}: give more text or a shorter seq_len"
             )
         self.tokens, self.seq_len = tokens, seq_len
-        self.positions = None if positions is None else np.asarray(positions, dtype=np.int64)
+        on_host = positions.cpu() if isinstance(positions, torch.Tensor) else positions
+        self.positions = None if positions is None else np.asarray(on_host, dtype=np.int64)
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len

@@ -31,9 +31,7 @@ ON_RANKS = ("00", "01", "03", "04", "05", "06", "07", "08", "09", "10", "11", "1
 ALONE = tuple(lab for lab in course.numbers("receipts") if lab not in ON_RANKS)
 SAMPLE = 5  # labs of each kind, one program of each; MINILLM_PROOF=all: every program of every lab
 
-PEER = (
-    "puts torch's own DDP, FSDP or checkpoints beside minillm, on a process group or a mesh that it makes for the CPU"
-)
+PEER = "puts torch's own DDP, FSDP or checkpoints beside minillm, on a group or a mesh that it makes for the CPU"
 CLOCK = "times ranks that sleep for a computation and for an emulated link, by the host's clock"
 ON_THE_CPU = {"18 over_links": CLOCK, "10 distributed_checkpoint": PEER} | dict.fromkeys(
     (

@@ -28,7 +28,7 @@ def sample_rows(weights: Tensor, limits: Tensor) -> Tensor:
     """[rows], int64. weights: [rows, width], float32 in [0, 1]; one of 0 is never chosen. limits: [4, rows, 1] or
     [4, rows], float64: random number, top-k (infinite: all), top-p, min-p."""
     ids = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
-    limits = limits.reshape(4, -1).contiguous()
+    weights, limits = weights.contiguous(), limits.reshape(4, -1).contiguous()
     block = min(BLOCK, triton.next_power_of_2(weights.shape[1]))
     choose_in_row[(len(weights),)](weights, limits, ids, len(weights), weights.shape[1], block)
     return ids

@@ -98,6 +98,23 @@ def test_what_is_kept_is_what_the_reference_keeps():
         assert found.tolist() == kept.nonzero().flatten().tolist(), kind
 
 
+@pytest.mark.parametrize("layout", ["part of wider rows", "columns", "every second"])
+def test_weights_of_other_strides(layout):
+    """Rows that lie apart or across give the tokens of the same rows one after the other."""
+    wide = torch.rand(9, 140, generator=torch.Generator().manual_seed(2))
+    cut = {
+        "part of wider rows": wide[:, 3:70],
+        "columns": wide[:, :67].T.contiguous().T,
+        "every second": wide[::2, ::2],
+    }
+    weights = cut[layout]
+    assert not weights.is_contiguous()
+    draw = torch.Generator().manual_seed(3)
+    limits = torch.stack([torch.rand(len(weights), generator=draw, dtype=torch.float64), *torch.ones(3, len(weights))])
+    limits[1:] = torch.tensor([[inf], [0.8], [0.1]])
+    assert sample_rows(weights, limits).tolist() == sample_rows(weights.contiguous(), limits).tolist()
+
+
 def test_top_p_takes_few_launches(monkeypatch):
     """167 of them by selection, 49 for a small top-k, 42 for a temperature alone."""
     calls = []
