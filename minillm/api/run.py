@@ -116,7 +116,11 @@ def with_deadline(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
     class FirstRequestDeadline(protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            self.loop.call_later(FIRST_REQUEST_S, self.close_if_silent)
+            self.first_request_due = self.loop.call_later(FIRST_REQUEST_S, self.close_if_silent)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.first_request_due.cancel()  # which would hold the connection
+            super().connection_lost(exc)
 
         def close_if_silent(self) -> None:
             if self.cycle is None:  # no request's headers have come

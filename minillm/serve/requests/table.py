@@ -10,7 +10,7 @@ where a lock that the same thread holds already would never be free, and a signa
 
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -26,6 +26,8 @@ from minillm.serve.schedule.scheduler import Scheduler
 if TYPE_CHECKING:
     from minillm.adapters.store import AdapterStore
     from minillm.serve.speculate.speculation import Speculation
+
+FEW = 32  # deadlines that are not worth looking through
 
 
 class RequestTable:
@@ -99,6 +101,9 @@ class RequestTable:
         while self._deadlines and self._deadlines[0][0] <= now:
             self.end(self._deadlines[0][-1], "timeout")
             heappop(self._deadlines)
+        if len(self._deadlines) > 2 * len(self.live) + FEW:  # most have ended: nothing holds them until their time
+            self._deadlines = [each for each in self._deadlines if each[-1].ended is None]
+            heapify(self._deadlines)
 
     def end_cancelled(self) -> None:
         """Ends what was cancelled, but for requests that are not queued yet: those wait for the next `tidy`."""
