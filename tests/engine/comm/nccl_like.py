@@ -22,10 +22,11 @@ does, whose process group is built on this one:
 - streams: whether a kernel waits for the operation whose result it reads, `record_stream`, which stream launches;
 - lifetimes: a `Work` here holds its tensors, so it misses memory that is freed too early or kept too long;
 - the order between communicators: each has a thread of its own, so any two orders come to an end;
-- devices: tensors are the CPU's; host waits and copies between host and device do not exist.
+- devices: tensors are the CPU's; host waits and copies between host and device do not exist;
+- CUDA graphs: a capture, and the collectives that a replay carries out again.
 
-Neither of them sees time, dtypes or alignments that NCCL lacks, the memory that NCCL itself takes, a fault of a link,
-or collectives in a CUDA graph. Both are stricter with messages: small ones of NCCL may pass without their receiver.
+Neither of them sees time, dtypes or alignments that NCCL lacks, the memory that NCCL itself takes, or a
+fault of a link. Both are stricter with messages: small ones of NCCL may pass without their receiver.
 """
 
 import ctypes
