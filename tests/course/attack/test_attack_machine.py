@@ -138,5 +138,5 @@ def test_mutants_in_the_table_are_still_made():
     assert not stale
 
 
-# Labs 17, 19 and 25 brought 112, labs 08 to 11 and 20 to 24 another 80, each with its reason in the table.
-MOST_ENTRIES = 303
+# Labs 17, 19 and 25 brought 112, labs 08 to 11 and 20 to 24 another 86, each with its reason in the table.
+MOST_ENTRIES = 309
