@@ -109,7 +109,7 @@ def _deal_in_turns(learner: Callable, seed: int) -> None:
     world, batch_size = 3, random.randint(2, 4)
     for num_samples in (random.randint(11, 19), random.randint(20, 28)):
         order = partial(permutation, num_samples, seed)
-        for position in (0, world * batch_size):
+        for position in (0, num_samples - 1):
             shares = [learner(position, order, num_samples, batch_size, rank, world) for rank in range(world)]
             shares = [[int(sample) for sample in share] for share in shares]
             feeding.judge_step(shares, position, num_samples, batch_size, order, resumed=False)

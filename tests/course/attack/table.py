@@ -18,7 +18,7 @@ ATTACKED = (
 )
 PENDING = (
     *("top-k-error-feedback", "stage-step", "tied-embedding"),
-    *("plan-for-64", "hybrid-step", "expert-gradients"),
+    *("plan-for-64", "hybrid-step"),
 )
 VERDICTS = ("equivalent", "allowed", "forbidden")
 
