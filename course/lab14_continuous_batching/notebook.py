@@ -14,15 +14,15 @@
 # Stands on labs 12 (prefill and decode) and 13 (blocks).
 #
 # The seven exercises take about two and a half hours; with the measurements and the questions at the end plan four.
-# Running the notebook from top to bottom takes under a minute. Skip *Patience* and *Where it loses* on a first reading.
-# At the end you can answer:
+# Running the notebook from top to bottom takes under a minute. *Patience* and *Where it loses* are optional: skip
+# them on a first reading. At the end you can answer:
 #
 # 1. How many forward passes do static and continuous batching need for the same answers, and when equally many?
 # 2. What happens to decoding sequences while a long prompt is computed, and what when the blocks run out?
 # 3. How do you read from an engine's own records what is wrong with its scheduler?
 #
-# Lab 13 put keys and values into blocks. Here you decide, step by step, which sequences compute. A *step* is one forward pass; its batch holds at most
-# `max_num_seqs` sequences. TTFT is the time from arrival to the first token, TPOT the time per output token after it.
+# Lab 13 put keys and values into blocks. Here you decide, step by step, which sequences compute. A *step* is one
+# forward pass; its batch holds at most `max_num_seqs` sequences. TTFT is the time from arrival to the first token, TPOT the time per output token after it.
 # A table column called *simulated* comes from a clock on which each pass takes what a roofline says (8B model, one
 # H100); *measured* is this machine.
 #
@@ -282,7 +282,7 @@ sliders(
 # memory, so nothing of this can be measured.)
 
 # %% [markdown]
-# ### Exercise 5 · patience (15 minutes; skip it on a first reading)
+# ### Exercise 5 · patience (15 minutes, optional)
 #
 # With strict priorities an endless stream of important requests starves the others. Let a level of priority be worth a
 # *bounded* head start instead: `patience` places in the queue.
@@ -510,7 +510,7 @@ def diagnose(records, prompts):
 diagnose = check("diagnose-a-flight", diagnose)
 
 # %% [markdown]
-# ## Where it loses (skip it on a first reading)
+# ## Where it loses (optional)
 #
 # **Uniform lengths, all there at once**: you counted 64 passes for each engine. Continuous batching then adds only its
 # scheduler. What that costs on this machine, beside the pass it belongs to:

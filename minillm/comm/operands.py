@@ -75,7 +75,8 @@ def checked_splits(
             raise ValueError(f"{what} {list(sizes)} must be the rows, 0 or more, of each of {world_size} ranks")
     if input_splits is not None and sum(input_splits) != len(x):
         raise ValueError(f"input_splits {list(input_splits)} make {sum(input_splits)} rows, but x has {len(x)}")
-    return tuple(None if splits is None else list(splits) for splits in (output_splits, input_splits))
+    rows_from = None if output_splits is None else list(output_splits)
+    return rows_from, None if input_splits is None else list(input_splits)
 
 
 def gather_output(x: torch.Tensor, world_size: int, out: torch.Tensor | None) -> torch.Tensor:

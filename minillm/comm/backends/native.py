@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minillm.comm.operands import all_to_all_output, check_op, checked_output, gather_output, part_shape
+from minillm.comm.operands import all_to_all_output, check_op, checked_output, gather_output
 from minillm.comm.operation import Message, Operation, Splits, Work
 from minillm.measure.clock import moment
 from minillm.measure.ledger import DeviceTimes, Event
@@ -77,8 +77,8 @@ class NativeBackend:
     ) -> Any:
         with operation:
             self._begin(operation)
-            part = part_shape(x, self.world_size, "reduce_scatter")
-            out = x.new_empty(part) if out is None else checked_output(out, x, part.numel()).detach().view(part)
+            part, numel = (x.shape[0] // self.world_size, *x.shape[1:]), x.numel() // self.world_size
+            out = x.new_empty(part) if out is None else checked_output(out, x, numel).detach().view(part)
             check_op(op, x)
             operation.record_ring_bytes((self.world_size - 1) * out.nbytes)
             dense = x.detach().contiguous()
@@ -166,7 +166,7 @@ class NativeBackend:
     def _track(self, launch: "Launch") -> None:
         """Keep the operation announced until it is seen to be done, and its tensors in memory until `let_go`."""
         operation = launch.operation
-        if self._capturing():
+        if self._on_gpu and self._capturing():
             operation.complete()
             return
         launch.event = operation.event
@@ -190,7 +190,7 @@ class NativeBackend:
 
     def retire_finished(self) -> None:
         """Withdraw the announcements of operations that the device has finished."""
-        if self._capturing():
+        if self._on_gpu and self._capturing():
             return
         launched = self._launched
         while launched and launched[0].is_done():
@@ -206,8 +206,8 @@ class NativeBackend:
         return torch.cuda.stream(self._side)
 
     def _capturing(self) -> bool:
-        """Whether a CUDA graph records what is launched."""
-        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+        """On a GPU: whether a CUDA graph records what is launched."""
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Launch:
@@ -229,10 +229,8 @@ class Launch:
         for handle in self.handles:
             handle.wait()
 
-    def order_timed(self) -> None:
+    def order_timed(self, event: Event) -> None:
         """The same; the ledger gets the time that the stream waits, or the host where there is no device."""
-        if (event := self.event) is None:
-            return self.order()
         clock = time.monotonic if event.device is None else moment
         start = clock()
         self.order()
@@ -243,7 +241,10 @@ class Launch:
 
     def is_done(self) -> bool:
         """Whether the device is done with them."""
-        return all([handle.is_completed() for handle in self.handles])  # a generator takes longer
+        for handle in self.handles:  # noqa: SIM110 (a generator takes longer)
+            if not handle.is_completed():
+                return False
+        return True
 
 
 class NativeWork(Work):
@@ -283,7 +284,7 @@ class NativeWork(Work):
     def finish(self, on_launching_stream: bool) -> Any:
         """The first wait. on_launching_stream: the current stream is the one that launched it."""
         launch = self.launch
-        launch.order_timed()
+        launch.order() if launch.event is None else launch.order_timed(launch.event)
         self._waited = True
         if isinstance(self._result, Work):
             self._result = self._result.wait()

@@ -100,7 +100,7 @@ class FlightRecorder:
     def clear(self, rank: int, ordinal: int, sequence: int | None = None) -> None:
         """Say that `rank`'s latest operation in this group is over, if it is number `sequence`; None: any."""
         at, shared = self._record(rank, ordinal), self._map
-        found, latest, since, _, length = _RECORD.unpack_from(shared, at)
+        found, latest, since, _, length = _RECORD.unpack(shared[at : at + _RECORD.size])
         if found == ordinal and sequence in (None, latest):  # else a later one, or another group's, is in its place
             shared[at : at + _RECORD.size] = _RECORD.pack(ordinal, latest, since, DONE, length)
         sign = self._slots[rank] + 8
@@ -160,13 +160,14 @@ class FlightRecorder:
         self._map[at : at + len(data)] = data
 
     def _get(self, at: int, layout: struct.Struct) -> tuple:
-        return layout.unpack_from(self._map, at)
+        return layout.unpack(self._map[at : at + layout.size])
 
     def _entry(self, at: int, layout: struct.Struct) -> tuple[tuple, bytes]:
         """Header and text of a record or note; the header's number is -1 where it is being rewritten."""
-        header = layout.unpack_from(self._map, at)
-        text = self._map[at + layout.size : at + layout.size + header[-1]]
-        same = layout.unpack_from(self._map, at)[:2] == header[:2]
+        end = at + layout.size
+        header = layout.unpack(self._map[at:end])
+        text = self._map[end : end + header[-1]]
+        same = layout.unpack(self._map[at:end])[:2] == header[:2]
         return (header if same else (header[0], -1, *header[2:])), text
 
     def _note(self, rank: int, peer: int, sending: bool) -> int:
