@@ -22,9 +22,9 @@
 # 3. How do you read from an engine's own records what is wrong with its scheduler?
 #
 # Lab 13 put keys and values into blocks. Here you decide, step by step, which sequences compute. A *step* is one
-# forward pass; its batch holds at most `max_num_seqs` sequences. TTFT is the time from arrival to the first token, TPOT the time per output token after it.
-# A table column called *simulated* comes from a clock on which each pass takes what a roofline says (8B model, one
-# H100); *measured* is this machine.
+# forward pass; its batch holds at most `max_num_seqs` sequences. TTFT is the time from arrival to the first token, TPOT
+# the time per output token after it. A table column called *simulated* comes from a clock on which each pass takes what
+# a roofline says (8B model, one H100); *measured* is this machine.
 #
 # > **Common claims**
 # >
