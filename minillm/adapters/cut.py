@@ -6,9 +6,8 @@
 So a step sends as many bytes with adapters as without. A stage keeps those of its own layers.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,9 +18,6 @@ from minillm.model import ModelConfig, Transformer
 from minillm.parallel.tensor_parallel.layers import RowParallelLinear
 from minillm.parallel.tensor_parallel.plan import part_of
 from minillm.parallel.tensor_parallel.quantized import QuantizedRow, shard_of
-
-if TYPE_CHECKING:
-    from minillm.adapters.routed import Routes
 
 Pair = tuple[Tensor, Tensor]  # A, [rank, in], and B, [out, rank]
 
@@ -53,15 +49,20 @@ class Cut:
 
 
 class RoutedRow(nn.Module):
-    """In place of a row layer that is cut over ranks: [..., inputs / world_size] -> [..., outputs], summed."""
+    """In place of a row layer that is cut over ranks: [..., inputs / world_size] -> [..., outputs], summed.
 
-    def __init__(self, layer: RowParallelLinear | QuantizedRow, routes: "Routes", name: str):
+    add: (name, share, x) -> share and what the adapters of this step's tokens make of x, `Routes.add`.
+    """
+
+    def __init__(
+        self, layer: RowParallelLinear | QuantizedRow, add: Callable[[str, Tensor, Tensor], Tensor], name: str
+    ):
         super().__init__()
-        self.layer, self.routes, self.name = layer, routes, name
+        self.layer, self.add, self.name = layer, add, name
 
     def forward(self, x: Tensor) -> Tensor:
         layer = self.layer
         share = layer.layer(x) if isinstance(layer, QuantizedRow) else F.linear(x, layer.weight)
-        y = layer.region.end(self.routes.add(self.name, share, x))
+        y = layer.region.end(self.add(self.name, share, x))
         bias = getattr(layer, "bias", None)
         return y if bias is None else y + bias

@@ -82,7 +82,7 @@ def routes_of(model: nn.Module) -> Routes:
                 part.linears = RoutedLinears(part.linears, routes, names[:-1])
             layer = getattr(part, last)
             if isinstance(layer, RowParallelLinear | QuantizedRow):
-                setattr(part, last, RoutedRow(layer, routes, names[-1]))
+                setattr(part, last, RoutedRow(layer, routes.add, names[-1]))
             elif not isinstance(layer, RoutedRow) and not any(
                 isinstance(hook, RoutedOutput) for hook in layer._forward_hooks.values()
             ):
