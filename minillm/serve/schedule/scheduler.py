@@ -144,10 +144,14 @@ class Scheduler:
 
     def commit_accepted(self, sequence: Sequence) -> None:
         """Its new tokens are verified: the blocks they filled are shared, those of rejected draft tokens go back."""
-        before, sequence.num_computed = sequence.num_computed, sequence.num_tokens - 1
-        self._cache_blocks(sequence, before // self.pool.block_size, sequence.num_computed // self.pool.block_size)
-        held.release_behind(self.pool, sequence)
-        held.release_unseen(self.pool, sequence)
+        pool, start = self.pool, sequence.num_computed // self.pool.block_size
+        computed = sequence.num_computed = sequence.num_tokens - 1
+        if start < computed // pool.block_size:  # for most sequences of a step none of the three is to be done
+            self._cache_blocks(sequence, start, computed // pool.block_size)
+        if len(sequence.blocks) > pool.blocks_for(computed):
+            held.release_behind(pool, sequence)
+        if self.piece is not None:
+            held.release_unseen(pool, sequence)
 
     def take_back(self, sequence: Sequence, start: int) -> None:
         """A pass spoilt what it wrote from `start` on: nobody may hit it, and it is computed again."""
