@@ -41,7 +41,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     ),
     "an engine over ranks": ("serve/ranks", "engine message runner part", 515),
     "an engine over stages": ("serve/ranks", "stage stage_runner reply ../run/pipelined", 360),
-    "keys handed over": ("serve/transfer", "decode receive prefill send layout", 960),
+    "keys handed over": ("serve/transfer", "decode receive prefill send layout", 961),
     "a rank's part of a folder": ("parallel/tensor_parallel", "plan load quantized", 425),
     "prefix cache": ("serve", "schedule/blocks schedule/sequence", 365),
     "quantized weights": ("quantize", "formats linear kernels in_place", 745),

@@ -84,7 +84,9 @@ class PrefillSide:
         self._threads: list[threading.Thread] = []
 
     def attach(self, llm: "LLM", config: ModelConfig) -> "PrefillSide":
-        """config: of the whole model."""
+        """config: of the whole model. ValueError for an engine that keeps windowed layers apart."""
+        if (own := llm.pool.windowed) is not None:
+            raise ValueError(f"blocks of a sliding window of {own.window} tokens lie apart: say windows_apart=False.")
         self.listener = socket.create_server((self.host, self.port))
         self.listener.settimeout(LOOK_S)
         self.addresses = of_all_ranks(self.group, address_of(self.listener))

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from minillm.model import ModelConfig, Transformer
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.transfer import PrefillAt, keys_offered, put_in, take_out
 from tests.engine.serve.ranks.programs import alone, model_of
@@ -85,3 +86,20 @@ def test_a_request_that_cannot_move_is_named():
     steps(llm, 1)
     with pytest.raises(ValueError, match="has 2 samples and cannot be moved: let it end"):
         take_out(llm, name)
+
+
+def test_keys_of_layers_whose_blocks_lie_apart_are_refused_and_go_on_in_blocks_of_all():
+    model = Transformer(ModelConfig(64, 32, 64, 2, 4, 2, sliding_window=8, full_attention_layers=(1,)), seed=2)
+    refusal = r"sliding window of 8 tokens lie apart: say windows_apart=False"
+    with pytest.raises(ValueError, match=refusal), keys_offered(LLM(model, **SIZES)):
+        pass
+    first = LLM(model, **SIZES, windows_apart=False)
+    with keys_offered(first) as address:
+        second = LLM(model, **SIZES, prefill=PrefillAt(address, min_tokens=1))
+        there = first.add(PROMPT, ASKED["greedy"])
+        steps(first, 7)
+        put_in(second, take_out(first, there))
+        [output] = ended(second)
+        second.handovers.close()
+    assert second.handovers.outcomes == {"whole": 1}
+    assert [answer.ids for answer in output.answers] == alone(model, [(PROMPT, ASKED["greedy"])])[0]
