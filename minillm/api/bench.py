@@ -93,7 +93,7 @@ class Server:
                 came += piece
         finally:
             writer.close()
-        if not came.startswith(b"HTTP/1.1 200") or b'"error"' in came:
+        if not came.startswith(b"HTTP/1.1 200") or b'data: {"error"' in came:
             raise ValueError(f"{self.title} answered {came[:60]!r} ... {came[-300:]!r}")
         return text_of(came), first
 
@@ -185,7 +185,7 @@ def peers(prompts: Sequence[str], streams: Sequence[int], repeats: int) -> list[
             reason = str(problem).splitlines()[0][:100]
             return [row for count in streams for row in alone(ours, prompts[:count], repeats, reason)]
         for count in streams:
-            asked, pairs = prompts[:count], []
+            asked = prompts[:count]
             found = side_by_side(
                 lambda asked=asked: ours.answer(asked).texts == theirs.answer(asked).texts,
                 lambda asked=asked: ours.answer(asked),
@@ -202,11 +202,12 @@ def peers(prompts: Sequence[str], streams: Sequence[int], repeats: int) -> list[
 
 def alone(ours: Server, prompts: Sequence[str], repeats: int, reason: str) -> list[BenchRow]:
     answered = [ours.answer(prompts) for _ in range(repeats)]
+    alike = len({tuple(each.texts) for each in answered}) == 1  # all that can be compared
     peer, rows = f"transformers serve, not compared: {reason}", []
     for what, (unit, scale, value) in METRICS.items():
         values = [scale * value(each) for each in answered]
         name = f"{len(prompts)} at once: {what}"
-        rows.append(BenchRow(name, peer, percentiles(values, [0.5])[0], None, unit, None, None, repeats, True))
+        rows.append(BenchRow(name, peer, percentiles(values, [0.5])[0], None, unit, None, None, repeats, alike))
     return rows
 
 

@@ -13,8 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from math import inf
 
 import uvicorn
 from fastapi import FastAPI
@@ -46,9 +44,9 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self.is_over, self.takes_signals, self.drain_s = is_over, takes_signals, drain_s
-        self._asked = -inf  # when a signal came
+        self._asked = -math.inf  # when a signal came
 
-    def capture_signals(self) -> AbstractContextManager[None]:
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
         return super().capture_signals() if self.takes_signals else contextlib.nullcontext()
 
     async def on_tick(self, counter: int) -> bool:

@@ -21,9 +21,8 @@ class TableRows:
         """Forgets what the tables hold: the next steps write every row anew."""
         self._row_of: dict[Sequence, int] = {}
         self._unused = list(range(self.num_rows))
-        self._blocks_of_row: list[list[int]] = [
-            [] for _ in range(self.num_rows * self.kinds)
-        ]  # in lists that nothing changes later
+        # In lists that nothing changes later.
+        self._blocks_of_row: list[list[int]] = [[] for _ in range(self.num_rows * self.kinds)]
         self._places: list[int] = []  # of the flattened tables, to be written with the next step
         self._blocks: list[int] = []
 
