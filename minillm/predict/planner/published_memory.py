@@ -68,12 +68,12 @@ _BLOOM = (
 )
 _LOGITS = (
     "By its tables a GPU holds the tokens, layers and microbatches of the run of 32k tokens, which takes 7 to 10 GiB "
-    "less; what differs is not printed. To merge the logits of all microbatches torch needs 7.8 GiB in one piece at the "
-    "end of a step; how much of that the allocator had free is not printed."
+    "less; what differs is not printed. To merge the logits of all microbatches torch needs 7.8 GiB in one piece at "
+    "the end of a step; how much of that the allocator had free is not printed."
 )
 _GIGABYTES = (
-    "Printed in whole GB, read here as GiB. If they are thousands of nvidia-smi's MiB, as a run with 80 GB on a card of "
-    "80 GiB suggests, the error is below 10%. The same model with more heads or tokens is within 10%."
+    "Printed in whole GB, read here as GiB. If they are thousands of nvidia-smi's MiB, as a run with 80 GB on a card "
+    "of 80 GiB suggests, the error is below 10%. The same model with more heads or tokens is within 10%."
 )
 
 

@@ -5,8 +5,8 @@
     Megatron-DeepSpeed for BLOOM, 2022    16-bit gradients beside 32-bit sums, and a 32-bit copy of one while it is
                                           added; the input of the embedding's norm; attention that writes its scores
 
-Nothing here is fitted: each term is the size of tensors that the linked lines make. Each function gives the bytes of one
-rank of a pipeline stage at the moments at which it can be fullest.
+Nothing here is fitted: each term is the size of tensors that the linked lines make. Each function gives the bytes of
+one rank of a pipeline stage at the moments at which it can be fullest.
 """
 
 from minillm.predict.planner.architectures import Architecture
