@@ -90,6 +90,15 @@ mistake(
 )
 
 
+@alternative("save-interval", "the next order")
+def next_order(save_s, restart_s, device_mtbf_s, devices):
+    """Daly 2006, equation 37."""
+    mtbf = device_mtbf_s / devices
+    root = (save_s / (2 * mtbf)) ** 0.5
+    interval = (2 * save_s * mtbf) ** 0.5 * (1 + root / 3 + root**2 / 9) - save_s
+    return interval, save_s / interval + (interval / 2 + restart_s) / mtbf
+
+
 @alternative("save-interval", "searched")
 def searched(save_s, restart_s, device_mtbf_s, devices):
     mtbf = device_mtbf_s / devices

@@ -15,5 +15,6 @@ together by the same `step.assemble`; `../training/memory.py` its peak.
 
 Inputs: `architectures.py` (models) and `clusters.py` (devices and links), both tables with sources. `published.py`
 holds runs whose layout and speed are public. `fit.py` fits five constants to one half of them and judges them on the
-other. `published_memory.py` holds peaks of memory that are public; nothing is fitted to them.
+other. `published_memory.py` holds peaks of memory that are public, `training_codes.py` what the codes that reached them
+hold beside the planner's bytes; nothing is fitted to either.
 """

@@ -51,7 +51,7 @@ def memory(model: Architecture, layout: Layout, seq: int, logit: int = LOGIT) ->
     """Bytes of the fullest rank, which lies in the first stage (most microbatches in flight) or in the last
     (logits). logit: bytes that the loss holds per logit at its peak."""
     stages = {0, layout.pp - 1}
-    return max((_stage(model, layout, seq, stage, logit) for stage in stages), key=lambda each: each.total)
+    return max((stage_memory(model, layout, seq, stage, logit) for stage in stages), key=lambda each: each.total)
 
 
 def layers_per_stage(model: Architecture, layout: Layout, stage: int | None = None) -> int:
@@ -106,7 +106,8 @@ def in_flight(layout: Layout, stage: int) -> float:
     return pipeline.in_flight_1f1b(layout.pp, stage, layout.microbatches)
 
 
-def _stage(model: Architecture, layout: Layout, seq: int, stage: int, logit: int) -> Memory:
+def stage_memory(model: Architecture, layout: Layout, seq: int, stage: int, logit: int = LOGIT) -> Memory:
+    """Bytes of a rank of one pipeline stage. logit: see `memory`."""
     dense, experts = stage_parameters(model, layout, stage)
     group = layout.dp * layout.cp
     state = rank_state(dense, experts, group, layout.ep, layout.zero, STATE)

@@ -117,6 +117,9 @@ WORKED = {
         (2 * P70 / 16, 2 * P70, ring(64, 6400)[0] / 6400 / (ring(4)[0] / 840 / 16))
     ),
     "Why is ZeRO-1 the usual companion": Worked((len(("forward", "backward")) * 16,), chosen=(16,)),
+    "A Slurm job has 4 nodes": Worked((len(list(itertools.product(range(4), range(8)))),)),
+    # quantization
+    "Training with matrix products in 8 bits": Worked((128 * 8192 / 9.67 / (128 * 8192 / 12.91),)),
 }  # fmt: skip
 
 COUNTS = {
@@ -135,5 +138,8 @@ FACTS = {
     "How close do formulas come": {
         0.0142: "python -m minillm plan --published", 0.0045: "python -m minillm plan --published",
         280: "Korthikanti et al. 2022, table 3", 64: "NVIDIA NeMo, performance summary",
+    },
+    "Training with matrix products in 8 bits": {
+        12.91: "NVIDIA NeMo, performance summary: BF16", 9.67: "NVIDIA NeMo, performance summary: FP8",
     },
 }  # fmt: skip
