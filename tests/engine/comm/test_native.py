@@ -166,7 +166,7 @@ def far_behind(monkeypatch):
 
 def test_memory_is_let_go_of_at_the_wait_however_far_the_device_is_behind(far_behind) -> None:
     backend, operation, withdrawn, used = far_behind
-    works = [backend.reduce_scatter(operation(), torch.ones(4), "sum", None, True) for _ in range(3)]
+    works = [backend.reduce_scatter(operation(), torch.ones(4), torch.Size((2,)), "sum", None, True) for _ in range(3)]
     assert len(used) == 6 and all(ref() is not None for ref in used)
     results = [work.wait() for work in works]
     assert [ref() is None for ref in used] == [False, True] * 3  # the results are the caller's
@@ -201,7 +201,7 @@ def test_a_wait_on_the_launching_stream_lets_go_after_one_elsewhere(far_behind, 
     backend, operation, _, used = far_behind
     stream = "compute"
     monkeypatch.setattr(backend, "current_stream", lambda: stream)
-    work = backend.reduce_scatter(operation(), torch.ones(4), "sum", None, True)
+    work = backend.reduce_scatter(operation(), torch.ones(4), torch.Size((2,)), "sum", None, True)
     backend.all_reduce(operation(), torch.ones(3), "sum", async_op=True)
     flat, stream = used[1], "side"
     work.wait()
