@@ -33,7 +33,7 @@ class Current(threading.local):
     operation: "Operation | None" = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Operation:
     """sequence: its number among its group's operations; text: what every rank must announce, equal on all of them.
 
