@@ -147,8 +147,8 @@ class Group(Ranks):
 
         how, same_shape: as in `run`. blocks: the host waits for it on any backend.
         """
-        if self._current.operation is not None:
-            return self._current.operation
+        if (running := self._current.operation) is not None:
+            return running
         if self._backend is None:
             self._check_member(op)
         text = self._check.describe(op, how, x.shape if same_shape else None, x.dtype)
