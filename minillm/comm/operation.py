@@ -24,6 +24,7 @@ from minillm.measure.ledger import Event
 
 Message = tuple[torch.Tensor, int]  # (tensor, rank in the group)
 Messages = Sequence[Message]
+Shape = tuple[int, ...]
 Splits = tuple[list[int] | None, list[int] | None]  # rows (from, to) each rank; None: equally many
 
 

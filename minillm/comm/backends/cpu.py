@@ -26,7 +26,7 @@ from minillm.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring
 from minillm.comm.collectives.tree import tree_broadcast
 from minillm.comm.collectives.two_level import hierarchical_all_reduce
 from minillm.comm.operands import Communicator
-from minillm.comm.operation import Messages, Operation, Splits, Work
+from minillm.comm.operation import Messages, Operation, Shape, Splits, Work
 
 TAGS = 1_000_000  # how many tags there are; those of an operation's messages follow from its number and text
 
@@ -67,7 +67,7 @@ class CpuBackend:
         return self._run(operation, async_op, ring_all_gather.__wrapped__, x, self.group, out)
 
     def reduce_scatter(
-        self, operation: Operation, x: torch.Tensor, part: torch.Size, op: str, out: torch.Tensor | None, async_op: bool
+        self, operation: Operation, x: torch.Tensor, part: Shape, op: str, out: torch.Tensor | None, async_op: bool
     ) -> Any:
         return self._run(operation, async_op, _reduce_scatter, x, self.group, part, op, out)
 
@@ -177,6 +177,6 @@ def _deliver(operation: Operation, messages: Exchange | Transfer) -> None:
 
 
 def _reduce_scatter(
-    x: torch.Tensor, group: Communicator, part: torch.Size, op: str, out: torch.Tensor | None
+    x: torch.Tensor, group: Communicator, part: Shape, op: str, out: torch.Tensor | None
 ) -> torch.Tensor:
     return ring_reduce_scatter.__wrapped__(x, group, op, out).view(part)

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import P2POp, irecv, isend
 
-from minillm.comm.operands import all_to_all_output, check_op, checked_output, gather_output
-from minillm.comm.operation import Messages, Operation, Splits, Work
+from minillm.comm.operands import all_to_all_output, check_op, checked_output, dense, gather_output
+from minillm.comm.operation import Messages, Operation, Shape, Splits, Work
 from minillm.measure.clock import moment
 from minillm.measure.ledger import DeviceTimes, Event
 
@@ -51,17 +51,17 @@ class NativeBackend:
             check_op(op, x)
             if operation.event is not None:
                 operation.record_ring_bytes(2 * (self.world_size - 1) * x.nbytes // self.world_size)
-            dense = x.detach().contiguous()
-            handle = dist.all_reduce(dense, _OPS[op], self.process_group, async_op=True)
-        return self._launch(operation, [handle], dense, x, async_op, copy_back=not x.is_contiguous())
+            sent = dense(x)
+            handle = dist.all_reduce(sent, _OPS[op], self.process_group, async_op=True)
+        return self._launch(operation, [handle], sent, x, async_op, copy_back=not x.is_contiguous())
 
     def broadcast(self, operation: Operation, x: torch.Tensor, root: int, async_op: bool) -> Any:
         with operation:
             if operation.event is not None:
                 operation.record_ring_bytes(0 if self.rank == (root - 1) % self.world_size else x.nbytes)
-            dense = x.detach().contiguous()
-            handle = dist.broadcast(dense, group=self.process_group, group_src=root, async_op=True)
-        return self._launch(operation, [handle], dense, x, async_op, copy_back=not x.is_contiguous())
+            sent = dense(x)
+            handle = dist.broadcast(sent, group=self.process_group, group_src=root, async_op=True)
+        return self._launch(operation, [handle], sent, x, async_op, copy_back=not x.is_contiguous())
 
     def all_gather(self, operation: Operation, x: torch.Tensor, out: torch.Tensor | None, async_op: bool) -> Any:
         with operation:
@@ -69,21 +69,22 @@ class NativeBackend:
             out = gather_output(x, self.world_size, None) if out is None else checked_output(out, x, numel)
             if operation.event is not None:
                 operation.record_ring_bytes((self.world_size - 1) * x.nbytes)
-            dense = x.detach().contiguous()
-            handle = all_gather_single(out.detach(), dense, self.process_group, async_op=True)
-        return self._launch(operation, [handle], (dense, out), out, async_op)
+            sent = dense(x)
+            handle = all_gather_single(dense(out), sent, self.process_group, async_op=True)
+        return self._launch(operation, [handle], (sent, out), out, async_op)
 
     def reduce_scatter(
-        self, operation: Operation, x: torch.Tensor, part: torch.Size, op: str, out: torch.Tensor | None, async_op: bool
+        self, operation: Operation, x: torch.Tensor, part: Shape, op: str, out: torch.Tensor | None, async_op: bool
     ) -> Any:
         with operation:
             check_op(op, x)
-            out = x.new_empty(part) if out is None else checked_output(out, x, part.numel()).detach().view(part)
+            out = x.new_empty(part) if out is None else dense(checked_output(out, x, x.numel() // self.world_size))
+            out = out if out.shape == part else out.view(part)
             if operation.event is not None:
                 operation.record_ring_bytes((self.world_size - 1) * out.nbytes)
-            dense = x.detach().contiguous()
-            handle = reduce_scatter_single(out, dense, _OPS[op], self.process_group, async_op=True)
-        return self._launch(operation, [handle], (dense, out), out, async_op)
+            sent = dense(x)
+            handle = reduce_scatter_single(out, sent, _OPS[op], self.process_group, async_op=True)
+        return self._launch(operation, [handle], (sent, out), out, async_op)
 
     def all_to_all(self, operation: Operation, x: torch.Tensor, splits: Splits, async_op: bool) -> Any:
         rows_from, rows_to = splits
@@ -91,16 +92,16 @@ class NativeBackend:
             if operation.event is not None:
                 stays = len(x) // self.world_size if rows_to is None else rows_to[self.rank]
                 operation.record_ring_bytes((len(x) - stays) * x.nbytes // max(1, len(x)))
-            out, dense = all_to_all_output(x, rows_from), x.detach().contiguous()
-            handle = dist.all_to_all_single(out, dense, rows_from, rows_to, self.process_group, async_op=True)
-        return self._launch(operation, [handle], (dense, out), out, async_op)
+            out, sent = all_to_all_output(x, rows_from), dense(x)
+            handle = dist.all_to_all_single(out, sent, rows_from, rows_to, self.process_group, async_op=True)
+        return self._launch(operation, [handle], (sent, out), out, async_op)
 
     def exchange(self, operation: Operation, sends: Messages, recvs: Messages, eager: bool, async_op: bool) -> Any:
         """Sends and receives in one call, so that no order of theirs can deadlock."""
         with operation:
             pg = self.process_group
-            ops = [P2POp(isend, x.detach().contiguous(), group=pg, group_peer=dst) for x, dst in sends if x.numel()]
-            ops += [P2POp(irecv, x.detach(), group=pg, group_peer=src) for x, src in recvs if x.numel()]
+            ops = [P2POp(isend, dense(x), group=pg, group_peer=dst) for x, dst in sends if x.numel()]
+            ops += [P2POp(irecv, dense(x), group=pg, group_peer=src) for x, src in recvs if x.numel()]
             handles = dist.batch_isend_irecv(ops) if ops else []
         return self._launch(operation, handles, ops, None, async_op)
 
