@@ -89,9 +89,9 @@ class Group(Ranks):
 
         out: where to put it (contiguous, n elements); it may be this rank's part of x itself.
         """
-        part_shape(x, self.world_size, "reduce_scatter")
+        part = part_shape(x, self.world_size, "reduce_scatter")
         operation = self._operation("reduce_scatter", x, "" if op == "sum" else f"op={op}")
-        return self._backend.reduce_scatter(operation, x, op, out, async_op)
+        return self._backend.reduce_scatter(operation, x, part, op, out, async_op)
 
     def all_to_all(
         self,
@@ -147,8 +147,8 @@ class Group(Ranks):
 
         how, same_shape: as in `run`. blocks: the host waits for it on any backend.
         """
-        if self._current.operation is not None:
-            return self._current.operation
+        if (running := self._current.operation) is not None:
+            return running
         if self._backend is None:
             self._check_member(op)
         text = self._check.describe(op, how, x.shape if same_shape else None, x.dtype)

@@ -54,14 +54,15 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def part_shape(x: torch.Tensor, world_size: int, op: str) -> torch.Size:
+def part_shape(x: torch.Tensor, world_size: int, op: str) -> tuple[int, ...]:
     """Shape of one rank's part of x, cut along dimension 0."""
-    if x.dim() == 0 or x.shape[0] % world_size:
+    shape = tuple(x.shape)
+    if not shape or shape[0] % world_size:
         raise ValueError(
             f"{op} cuts dimension 0 of a {list(x.shape)} tensor into {world_size} equal parts, which does not "
             f"work out: pad it, or use ring_{op} for any size"
         )
-    return torch.Size((x.shape[0] // world_size, *x.shape[1:]))
+    return shape[0] // world_size, *shape[1:]
 
 
 def checked_splits(
@@ -125,9 +126,14 @@ def divide(x: torch.Tensor, world_size: int, op: str) -> torch.Tensor:
     return x.div_(world_size) if op == "avg" else x
 
 
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """x, contiguous and unknown to autograd: x itself if it is both, as most are."""
+    return x.detach().contiguous() if x.requires_grad or not x.is_contiguous() else x
+
+
 def flatten(x: torch.Tensor) -> torch.Tensor:
     """x in one dimension: a view where x is contiguous, else a copy that `write_back` copies into x."""
-    return x.detach().contiguous().flatten()
+    return dense(x).flatten()
 
 
 def write_back(x: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

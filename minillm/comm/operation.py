@@ -10,7 +10,7 @@ until `complete` is called. Nothing in the block is recorded for backward; a bac
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -19,10 +19,12 @@ import torch
 
 from minillm.comm.diagnostics.mismatch import MismatchCheck
 from minillm.comm.errors import WaitedTooLongError
-from minillm.measure.clock import Moment
+from minillm.measure.clock import Moment, moment
 from minillm.measure.ledger import Event
 
 Message = tuple[torch.Tensor, int]  # (tensor, rank in the group)
+Messages = Sequence[Message]
+Shape = tuple[int, ...]
 Splits = tuple[list[int] | None, list[int] | None]  # rows (from, to) each rank; None: equally many
 
 
@@ -32,12 +34,12 @@ class Current(threading.local):
     operation: "Operation | None" = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Operation:
     """sequence: its number among its group's operations; text: what every rank must announce, equal on all of them.
 
     ordinal: the group's number on the flight recorder. event: its ledger entry, None while no ledger is open.
-    launches: whether it goes on after the `with` block; begin: when a device began it, if the ledger has to know.
+    launches: whether it goes on after the `with` block; begin: when it began then, if the ledger has to know.
     depth: how many `with` blocks of it are open, its own and those of the collectives called inside it; 0: not running.
     """
 
@@ -54,10 +56,9 @@ class Operation:
     _grad: bool = False
 
     def record_ring_bytes(self, num_bytes: int) -> None:
-        """For a backend whose messages cannot be counted: the bytes that this rank sends by the ring formula."""
-        if self.event is not None:
-            self.event.bytes += num_bytes
-            self.event.counted = False
+        """While a ledger is open, for a backend whose messages cannot be counted: what this rank sends in a ring."""
+        self.event.bytes += num_bytes
+        self.event.counted = False
 
     def record_wait(self) -> None:
         """For an operation that is over and held up its caller from begin to end."""
@@ -73,7 +74,7 @@ class Operation:
         if self._grad:
             torch.set_grad_enabled(False)
         if self.event is not None:
-            self.event.start = time.monotonic()
+            self.event.start, self.begin = time.monotonic(), moment() if self.launches else None
         try:
             self.check.announce(self.ordinal, self.sequence, self.text, self.launches)
         except BaseException as error:

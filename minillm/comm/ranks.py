@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from minillm.comm.backends.gloo import gloo_errors
 from minillm.comm.diagnostics.flight_recorder import describe
-from minillm.comm.operation import Message, Operation
+from minillm.comm.operation import Message, Messages, Operation
 from minillm.measure.ledger import new_event
 
 NOTHING = torch.empty(0)  # what an operation without a tensor is recorded with
@@ -50,16 +50,16 @@ class Ranks:
         the connection's buffer (4 MB) holds its sender up until it does.
         """
         sends, recvs = _as_list(send), _as_list(recv)
-        self._check_member("send or recv")
+        if self._backend is None:
+            self._check_member("send or recv")
         self._check_messages(sends, recvs)
         operation = self._current.operation or self._message_operation(sends, recvs)
         if operation.event is not None:
             operation.event.bytes += sum(x.nbytes for x, _ in sends)
             operation.event.messages += sum(x.numel() > 0 for x, _ in sends)
-        work = self._backend.exchange(operation, sends, recvs, eager)
-        return work if async_op else work.wait()
+        return self._backend.exchange(operation, sends, recvs, eager, async_op)
 
-    def _message_operation(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Operation:
+    def _message_operation(self, sends: Messages, recvs: Messages) -> Operation:
         """Compared with the other side's: size and dtype of each message."""
         self._check.compare_messages(sends, recvs)
         op = "exchange" if sends and recvs else "send" if sends else "recv"
@@ -118,7 +118,7 @@ class Ranks:
         if self._backend is None:
             raise ValueError(f"group {self.name!r} has ended with its mesh, so there is no {op}: close the mesh later.")
 
-    def _check_messages(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+    def _check_messages(self, sends: Messages, recvs: Messages) -> None:
         """ValueError unless the group can send and receive them."""
         for what, messages in (("dst", sends), ("src", recvs)):
             for x, peer in messages:

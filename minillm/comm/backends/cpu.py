@@ -25,8 +25,8 @@ from minillm.comm.collectives.all_to_all import all_to_all
 from minillm.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from minillm.comm.collectives.tree import tree_broadcast
 from minillm.comm.collectives.two_level import hierarchical_all_reduce
-from minillm.comm.operands import Communicator, part_shape
-from minillm.comm.operation import Message, Operation, Splits, Work
+from minillm.comm.operands import Communicator
+from minillm.comm.operation import Messages, Operation, Shape, Splits, Work
 
 TAGS = 1_000_000  # how many tags there are; those of an operation's messages follow from its number and text
 
@@ -67,9 +67,9 @@ class CpuBackend:
         return self._run(operation, async_op, ring_all_gather.__wrapped__, x, self.group, out)
 
     def reduce_scatter(
-        self, operation: Operation, x: torch.Tensor, op: str, out: torch.Tensor | None, async_op: bool
+        self, operation: Operation, x: torch.Tensor, part: Shape, op: str, out: torch.Tensor | None, async_op: bool
     ) -> Any:
-        return self._run(operation, async_op, _reduce_scatter, x, self.group, op, out)
+        return self._run(operation, async_op, _reduce_scatter, x, self.group, part, op, out)
 
     def all_to_all(self, operation: Operation, x: torch.Tensor, splits: Splits, async_op: bool) -> Any:
         return self._run(operation, async_op, all_to_all, x, self.group, *splits)
@@ -114,13 +114,15 @@ class CpuBackend:
         work = Work(future.result, future.done, operation.event)
         return work if async_op else work.wait()
 
-    def exchange(self, operation: Operation, sends: Sequence[Message], recvs: Sequence[Message], eager: bool) -> Work:
-        """Start messages. They are part of the operation if it is running, else all of it."""
+    def exchange(self, operation: Operation, sends: Messages, recvs: Messages, eager: bool, async_op: bool) -> Any:
+        """Messages that are part of the operation if it is running, else all of it."""
         if operation.depth:
             tag = 1 + zlib.crc32(operation.text, operation.sequence) % TAGS
             if self.sockets and sends and recvs:
-                return self.sockets.exchange(sends, recvs, tag)
-            return Transfer(self.group, sends, recvs, tag)
+                work = self.sockets.exchange(sends, recvs, tag)
+            else:
+                work = Transfer(self.group, sends, recvs, tag)
+            return work if async_op else work.wait()
         if eager and self.eager_sockets:
             messages = self.eager_sockets.exchange(sends, recvs, tag=0)
             if not messages.has_left():
@@ -128,7 +130,8 @@ class CpuBackend:
                     messages.leave()
         else:
             messages = Transfer(self.group, sends, recvs, tag=0)
-        return Work(functools.partial(_deliver, operation, messages), messages.done, operation.event)
+        work = Work(functools.partial(_deliver, operation, messages), messages.done, operation.event)
+        return work if async_op else work.wait()
 
     def connect(self) -> None:
         if self.sockets and not self.eager_sockets:
@@ -173,6 +176,7 @@ def _deliver(operation: Operation, messages: Exchange | Transfer) -> None:
         messages.wait()
 
 
-def _reduce_scatter(x: torch.Tensor, group: Communicator, op: str, out: torch.Tensor | None) -> torch.Tensor:
-    part = part_shape(x, group.world_size, "reduce_scatter")
+def _reduce_scatter(
+    x: torch.Tensor, group: Communicator, part: Shape, op: str, out: torch.Tensor | None
+) -> torch.Tensor:
     return ring_reduce_scatter.__wrapped__(x, group, op, out).view(part)

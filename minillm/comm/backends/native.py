@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import P2POp, irecv, isend
 
-from minillm.comm.operands import all_to_all_output, check_op, checked_output, gather_output
-from minillm.comm.operation import Message, Operation, Splits, Work
+from minillm.comm.operands import all_to_all_output, check_op, checked_output, dense, gather_output
+from minillm.comm.operation import Messages, Operation, Shape, Splits, Work
 from minillm.measure.clock import moment
 from minillm.measure.ledger import DeviceTimes, Event
 
@@ -47,63 +48,62 @@ class NativeBackend:
 
     def all_reduce(self, operation: Operation, x: torch.Tensor, op: str, async_op: bool) -> Any:
         with operation:
-            self._begin(operation)
             check_op(op, x)
-            operation.record_ring_bytes(2 * (self.world_size - 1) * x.nbytes // self.world_size)
-            dense = x.detach().contiguous()
-            handle = dist.all_reduce(dense, _OPS[op], self.process_group, async_op=True)
-        return self._launch(operation, [handle], dense, x, async_op, copy_back=not x.is_contiguous())
+            if operation.event is not None:
+                operation.record_ring_bytes(2 * (self.world_size - 1) * x.nbytes // self.world_size)
+            sent = dense(x)
+            handle = dist.all_reduce(sent, _OPS[op], self.process_group, async_op=True)
+        return self._launch(operation, [handle], sent, x, async_op, copy_back=not x.is_contiguous())
 
     def broadcast(self, operation: Operation, x: torch.Tensor, root: int, async_op: bool) -> Any:
         with operation:
-            self._begin(operation)
-            operation.record_ring_bytes(0 if self.rank == (root - 1) % self.world_size else x.nbytes)
-            dense = x.detach().contiguous()
-            handle = dist.broadcast(dense, group=self.process_group, group_src=root, async_op=True)
-        return self._launch(operation, [handle], dense, x, async_op, copy_back=not x.is_contiguous())
+            if operation.event is not None:
+                operation.record_ring_bytes(0 if self.rank == (root - 1) % self.world_size else x.nbytes)
+            sent = dense(x)
+            handle = dist.broadcast(sent, group=self.process_group, group_src=root, async_op=True)
+        return self._launch(operation, [handle], sent, x, async_op, copy_back=not x.is_contiguous())
 
     def all_gather(self, operation: Operation, x: torch.Tensor, out: torch.Tensor | None, async_op: bool) -> Any:
         with operation:
-            self._begin(operation)
             numel = self.world_size * x.numel()
             out = gather_output(x, self.world_size, None) if out is None else checked_output(out, x, numel)
-            operation.record_ring_bytes((self.world_size - 1) * x.nbytes)
-            dense = x.detach().contiguous()
-            handle = all_gather_single(out.detach().flatten(), dense.flatten(), self.process_group, async_op=True)
-        return self._launch(operation, [handle], (dense, out), out, async_op)
+            if operation.event is not None:
+                operation.record_ring_bytes((self.world_size - 1) * x.nbytes)
+            sent = dense(x)
+            handle = all_gather_single(dense(out), sent, self.process_group, async_op=True)
+        return self._launch(operation, [handle], (sent, out), out, async_op)
 
     def reduce_scatter(
-        self, operation: Operation, x: torch.Tensor, op: str, out: torch.Tensor | None, async_op: bool
+        self, operation: Operation, x: torch.Tensor, part: Shape, op: str, out: torch.Tensor | None, async_op: bool
     ) -> Any:
         with operation:
-            self._begin(operation)
-            part, numel = (x.shape[0] // self.world_size, *x.shape[1:]), x.numel() // self.world_size
-            out = x.new_empty(part) if out is None else checked_output(out, x, numel).detach().view(part)
             check_op(op, x)
-            operation.record_ring_bytes((self.world_size - 1) * out.nbytes)
-            dense = x.detach().contiguous()
-            handle = reduce_scatter_single(out, dense, _OPS[op], self.process_group, async_op=True)
-        return self._launch(operation, [handle], (dense, out), out, async_op)
+            out = x.new_empty(part) if out is None else dense(checked_output(out, x, x.numel() // self.world_size))
+            out = out if out.shape == part else out.view(part)
+            if operation.event is not None:
+                operation.record_ring_bytes((self.world_size - 1) * out.nbytes)
+            sent = dense(x)
+            handle = reduce_scatter_single(out, sent, _OPS[op], self.process_group, async_op=True)
+        return self._launch(operation, [handle], (sent, out), out, async_op)
 
     def all_to_all(self, operation: Operation, x: torch.Tensor, splits: Splits, async_op: bool) -> Any:
         rows_from, rows_to = splits
         with operation:
-            self._begin(operation)
-            out, dense = all_to_all_output(x, rows_from), x.detach().contiguous()
-            stays = len(x) // self.world_size if rows_to is None else rows_to[self.rank]
-            operation.record_ring_bytes((len(x) - stays) * x.nbytes // max(1, len(x)))
-            handle = dist.all_to_all_single(out, dense, rows_from, rows_to, self.process_group, async_op=True)
-        return self._launch(operation, [handle], (dense, out), out, async_op)
+            if operation.event is not None:
+                stays = len(x) // self.world_size if rows_to is None else rows_to[self.rank]
+                operation.record_ring_bytes((len(x) - stays) * x.nbytes // max(1, len(x)))
+            out, sent = all_to_all_output(x, rows_from), dense(x)
+            handle = dist.all_to_all_single(out, sent, rows_from, rows_to, self.process_group, async_op=True)
+        return self._launch(operation, [handle], (sent, out), out, async_op)
 
-    def exchange(self, operation: Operation, sends: Sequence[Message], recvs: Sequence[Message], eager: bool) -> Work:
+    def exchange(self, operation: Operation, sends: Messages, recvs: Messages, eager: bool, async_op: bool) -> Any:
         """Sends and receives in one call, so that no order of theirs can deadlock."""
         with operation:
-            self._begin(operation)
-            pg, outgoing = self.process_group, [(x.detach().contiguous(), dst) for x, dst in sends if x.numel()]
-            ops = [dist.P2POp(dist.isend, x, group=pg, group_peer=dst) for x, dst in outgoing]
-            ops += [dist.P2POp(dist.irecv, x.detach(), group=pg, group_peer=src) for x, src in recvs if x.numel()]
+            pg = self.process_group
+            ops = [P2POp(isend, dense(x), group=pg, group_peer=dst) for x, dst in sends if x.numel()]
+            ops += [P2POp(irecv, dense(x), group=pg, group_peer=src) for x, src in recvs if x.numel()]
             handles = dist.batch_isend_irecv(ops) if ops else []
-        return self._launch(operation, handles, ops, None, async_op=True)
+        return self._launch(operation, handles, ops, None, async_op)
 
     def run(self, operation: Operation, x: torch.Tensor, body: Callable[[], Any], async_op: bool) -> Any:
         """Runs `body` on the current stream; with `async_op` on a side stream, since it may compute between messages.
@@ -113,7 +113,6 @@ class NativeBackend:
         """
         on_side_stream = async_op and self._on_gpu
         with operation, torch.no_grad(), self._side_stream() if on_side_stream else nullcontext():
-            self._begin(operation)
             result = body()
             if isinstance(result, NativeWork):
                 handles = result.launch.handles
@@ -143,10 +142,6 @@ class NativeBackend:
 
     # Before and after the launch of an operation.
 
-    def _begin(self, operation: Operation) -> None:
-        if operation.event is not None and operation.depth == 1 and self._on_gpu and not self._capturing():
-            operation.begin = moment()
-
     def _launch(
         self,
         operation: Operation,
@@ -170,13 +165,16 @@ class NativeBackend:
             operation.complete()
             return
         launch.event = operation.event
-        if operation.begin is not None:  # a stream that does nothing but wait times its end
+        if self._on_gpu and operation.begin is not None:  # a stream that does nothing but wait times its end
             self._observer = self._observer or torch.cuda.Stream(self.device)
             with torch.cuda.stream(self._observer):
                 launch.order()
                 operation.event.device = DeviceTimes(operation.begin, moment())
-        if self._launched and self._launched[-1].is_ordered:
-            self._launched[-1].handles = ()
+        if self._launched and self._launched[-1].is_ordered:  # its handle stayed for the recorder alone
+            earlier = self._launched.pop()
+            earlier.handles = ()
+            if earlier.operation.ordinal != operation.ordinal:  # else this announcement has taken the place of that
+                earlier.operation.complete()
         self._launched.append(launch)
 
     def let_go(self, launch: "Launch") -> None:

@@ -34,6 +34,8 @@ _TIME = struct.Struct("<d")
 _NUMBER, _NUMBER_AT = struct.Struct("<q"), 4  # the number alone, in either of them
 _KEY = struct.Struct("<iq")  # what both begin with
 _NO_NUMBER = _NUMBER.pack(-1)
+_STATE_AT, _IS_DONE = struct.calcsize("<iqd"), struct.pack("<i", DONE)  # the state alone, in a record
+_PLACES = [HEADER_BYTES + place * RECORD_BYTES for place in range(RECORDS)]  # of the records in a rank's slot
 
 
 @dataclass(frozen=True)
@@ -94,39 +96,46 @@ class FlightRecorder:
 
     def post(self, rank: int, ordinal: int, sequence: int, text: bytes, launched: bool = False) -> None:
         """Say that `rank` enters operation number `sequence` of its group number `ordinal`."""
-        at, state = self._record(rank, ordinal), LAUNCHED if launched else WAITING
-        self._publish(at, _RECORD, (ordinal, sequence, time.monotonic(), state), text[: RECORD_BYTES - _RECORD.size])
+        text, state = text[: RECORD_BYTES - _RECORD.size], LAUNCHED if launched else WAITING
+        entry = _RECORD.pack(ordinal, -1, time.monotonic(), state, len(text)) + text
+        self._publish(self._slots[rank] + _PLACES[ordinal % RECORDS], entry, sequence)
 
     def clear(self, rank: int, ordinal: int, sequence: int | None = None) -> None:
         """Say that `rank`'s latest operation in this group is over, if it is number `sequence`; None: any."""
-        at, shared = self._record(rank, ordinal), self._map
-        found, latest, since, _, length = _RECORD.unpack(shared[at : at + _RECORD.size])
+        slot, shared = self._slots[rank], self._map
+        at = slot + _PLACES[ordinal % RECORDS]
+        found, latest = _KEY.unpack(shared[at : at + _KEY.size])
         if found == ordinal and sequence in (None, latest):  # else a later one, or another group's, is in its place
-            shared[at : at + _RECORD.size] = _RECORD.pack(ordinal, latest, since, DONE, length)
-        sign = self._slots[rank] + 8
+            shared[at + _STATE_AT : at + _STATE_AT + 4] = _IS_DONE
+        sign = slot + 8
         shared[sign : sign + _TIME.size] = _TIME.pack(time.monotonic())
 
     def conflict(
         self, ranks: Sequence[int], ordinal: int, sequence: int, text: bytes
     ) -> tuple[int, RecordedOperation] | None:
         """The first of `ranks` that has posted another text for this operation of this group, and what it posted."""
-        key, shared = _KEY.pack(ordinal, sequence), self._map
-        place = HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
+        key, shared, slots = _KEY.pack(ordinal, sequence), self._map, self._slots
+        begin = _PLACES[ordinal % RECORDS]
+        end, all_of_it = begin + len(key), begin + _RECORD.size + len(text)
         for rank in ranks:
-            at = self._slots[rank] + place
-            posted = shared[at : at + _RECORD.size + len(text)]
-            if not posted.startswith(key) or posted.endswith(text):
-                continue  # not there yet, already further on, or the same
-            header, theirs = self._entry(at, _RECORD)  # which may have been rewritten since
+            slot = slots[rank]
+            if shared[slot + begin : slot + end] != key:
+                continue  # not there yet, or already further on
+            if shared[slot + begin : slot + all_of_it].endswith(text):
+                continue
+            header, theirs = self._entry(slot + begin, _RECORD)  # which may have been rewritten since
             if header[:2] == (ordinal, sequence) and theirs != text and (other := _parsed(header, theirs)):
                 return rank, other
         return None
 
     def note_message(self, rank: int, peer: int, sending: bool, ordinal: int, number: int, text: bytes) -> bytes | None:
         """Note message `number` of this group between two ranks; returns what the other side has noted about it."""
-        raw = text[: NOTE_BYTES - _NOTE.size]
-        self._publish(self._note(rank, peer, sending), _NOTE, (ordinal, number), raw)
-        header, theirs = self._entry(self._note(peer, rank, not sending), _NOTE)
+        text = text[: NOTE_BYTES - _NOTE.size]
+        self._publish(self._note(rank, peer, sending), _NOTE.pack(ordinal, -1, len(text)) + text, number)
+        at = self._note(peer, rank, not sending)
+        if self._map[at : at + _KEY.size] != _KEY.pack(ordinal, number):
+            return None  # not there yet, or already further on
+        header, theirs = self._entry(at, _NOTE)  # which may have been rewritten since
         return theirs if header[:2] == (ordinal, number) else None
 
     def posted_in(self, rank: int, ordinal: int) -> RecordedOperation | None:
@@ -147,11 +156,10 @@ class FlightRecorder:
         waits = [since for _, sequence, since, state, _ in records if sequence > 0 and state == WAITING]
         return max([self.state(rank)[2], *(since for _, _, since, _, _ in records)]), min(waits, default=None)
 
-    def _publish(self, at: int, layout: struct.Struct, header: tuple, text: bytes) -> None:
-        """The number is cleared first and written last, by itself: who reads it twice alike has read a whole entry."""
-        ordinal, number, *rest = header
+    def _publish(self, at: int, entry: bytes, number: int) -> None:
+        """Write an entry that has -1 for its number. The number is cleared first and written last, by itself: who reads
+        it twice alike has read a whole entry."""
         shared, number_at = self._map, at + _NUMBER_AT
-        entry = layout.pack(ordinal, -1, *rest, len(text)) + text
         shared[number_at : number_at + _NUMBER.size] = _NO_NUMBER
         shared[at : at + len(entry)] = entry
         shared[number_at : number_at + _NUMBER.size] = _NUMBER.pack(number)
@@ -175,7 +183,7 @@ class FlightRecorder:
         return self._slots[rank] + HEADER_BYTES + RECORDS * RECORD_BYTES + place * NOTE_BYTES
 
     def _record(self, rank: int, ordinal: int) -> int:
-        return self._slots[rank] + HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
+        return self._slots[rank] + _PLACES[ordinal % RECORDS]
 
 
 def _reserve(file: int, size: int, folder: Path) -> None:

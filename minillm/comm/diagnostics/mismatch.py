@@ -80,24 +80,23 @@ class MismatchCheck:
         recorder, me = self._recorder, self._me
         for sending, messages in ((True, sends), (False, recvs)):
             for x, peer in messages:
-                self._messages[sending, peer] += 1
-                if not recorder.has(self._ranks[peer]):
-                    continue
-                number, mine = self._messages[sending, peer], self._note(x)
-                theirs = recorder.note_message(me, self._ranks[peer], sending, self._ordinal, number, mine)
+                number = self._messages[sending, peer] = self._messages[sending, peer] + 1
+                if (rank := self._ranks[peer]) not in self._others:
+                    continue  # on another machine
+                mine = self._notes.get((x.shape, x.dtype)) or self._note(x)
+                theirs = recorder.note_message(me, rank, sending, self._ordinal, number, mine)
                 if theirs in (None, mine) or theirs.split(b" ")[:2] == mine.split(b" ")[:2]:
                     continue  # messages may change shape, but not size
                 verb, other = ("sends", "expects") if sending else ("expects", "sends")
                 raise MismatchError(
                     f"message {number} in group {self._name!r}: rank {me} {verb} {mine.decode()}, "
-                    f"but rank {self._ranks[peer]} {other} {theirs.decode(errors='replace')}"
+                    f"but rank {rank} {other} {theirs.decode(errors='replace')}"
                 )
 
     def _note(self, x: torch.Tensor) -> bytes:
-        note = self._notes.get((x.shape, x.dtype))
-        if note is None:
-            if len(self._notes) >= KNOWN_TEXTS:
-                self._notes.clear()
-            note = f"{x.numel()} {str(x.dtype).removeprefix('torch.')} in {list(x.shape)}".encode()
-            self._notes[x.shape, x.dtype] = note
+        """What ranks note about a message, which is kept."""
+        if len(self._notes) >= KNOWN_TEXTS:
+            self._notes.clear()
+        note = f"{x.numel()} {str(x.dtype).removeprefix('torch.')} in {list(x.shape)}".encode()
+        self._notes[x.shape, x.dtype] = note
         return note

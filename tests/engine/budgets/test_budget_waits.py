@@ -20,7 +20,8 @@ TWO = {
     "pipeline": ParallelConfig(pp=2, accumulate=4),
     "experts": ParallelConfig(dp=2, ep=2),
 }
-# Above the one: every layer's dispatch learns how many rows come (documented), and in float32, which has no grouped
+MOST = 1
+# Above that: every layer's dispatch learns how many rows come (documented), and in float32, which has no grouped
 # product on a GPU, its experts learn how many rows each of them has.
 MORE = {"experts": 2 * EXPERTS.num_layers}
 
@@ -31,7 +32,7 @@ def test_a_training_step_waits_once(layouts):
     for found in launch(on_node(training_waits), world_size, layouts, device="cuda", timeout=200):
         assert found.keys() == layouts.keys()
         for name, waits in found.items():
-            assert sum(waits.values()) <= 1 + MORE.get(name, 0), f"{name}: {dict(waits)}"
+            assert sum(waits.values()) <= MOST + MORE.get(name, 0), f"{name}: {dict(waits)}"
 
 
 PARAMS = {
@@ -46,4 +47,4 @@ PARAMS = {
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_decoding_step_waits_once(name):
     waits = decoding_waits(3, **PARAMS[name])
-    assert sum(waits.values()) <= 1, dict(waits)
+    assert sum(waits.values()) <= MOST, dict(waits)

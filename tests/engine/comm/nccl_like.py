@@ -181,7 +181,8 @@ class NcclLike(dist.ProcessGroup):
         return self._collective("all_gather", inputs, outputs[0], lambda copies: self._gathered(copies[0]))
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
-        return self._collective("all_gather", [x], [output], lambda copies: [torch.cat(self._gathered(copies[0]))])
+        run = lambda copies: [torch.cat(self._gathered(copies[0].flatten()))]  # noqa: E731
+        return self._collective("all_gather", [x], [output], run)
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> Work:
         op = opts.reduceOp.op

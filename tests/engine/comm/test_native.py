@@ -158,15 +158,15 @@ def far_behind(monkeypatch):
     pg = types.SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     numbers = itertools.count(1)
 
-    def operation():
-        return Operation(check, Current(), 2, next(numbers), b"", event=None, launches=True)
+    def operation(ordinal=2):
+        return Operation(check, Current(), ordinal, next(numbers), b"", event=None, launches=True)
 
     return native.NativeBackend(pg, torch.device("cpu")), operation, withdrawn, used
 
 
 def test_memory_is_let_go_of_at_the_wait_however_far_the_device_is_behind(far_behind) -> None:
     backend, operation, withdrawn, used = far_behind
-    works = [backend.reduce_scatter(operation(), torch.ones(4), "sum", None, True) for _ in range(3)]
+    works = [backend.reduce_scatter(operation(), torch.ones(4), (2,), "sum", None, True) for _ in range(3)]
     assert len(used) == 6 and all(ref() is not None for ref in used)
     results = [work.wait() for work in works]
     assert [ref() is None for ref in used] == [False, True] * 3  # the results are the caller's
@@ -174,7 +174,9 @@ def test_memory_is_let_go_of_at_the_wait_however_far_the_device_is_behind(far_be
     assert all(ref() is None for ref in used[:-2])
     assert withdrawn == [1, 2]  # the latest one stays announced: nobody has seen it done
     backend.all_reduce(operation(), torch.ones(2, 3).t(), "sum", async_op=False)
-    assert withdrawn == [1, 2, 3] and used[-1]() is None
+    assert withdrawn == [1, 2] and used[-1]() is None  # the fourth took the place of the third on the recorder
+    backend.all_reduce(operation(ordinal=3), torch.ones(4), "sum", async_op=False)
+    assert withdrawn == [1, 2, 4]  # the fifth has another place
     backend.all_reduce(operation(), torch.ones(4), "sum", async_op=True)  # its memory stays, though its Work has gone
     assert used[-1]() is not None
 
@@ -201,7 +203,7 @@ def test_a_wait_on_the_launching_stream_lets_go_after_one_elsewhere(far_behind, 
     backend, operation, _, used = far_behind
     stream = "compute"
     monkeypatch.setattr(backend, "current_stream", lambda: stream)
-    work = backend.reduce_scatter(operation(), torch.ones(4), "sum", None, True)
+    work = backend.reduce_scatter(operation(), torch.ones(4), (2,), "sum", None, True)
     backend.all_reduce(operation(), torch.ones(3), "sum", async_op=True)
     flat, stream = used[1], "side"
     work.wait()
