@@ -1,4 +1,4 @@
-"""After a step that ended amid its bookkeeping, as by Ctrl-C, which may have left anything: all blocks are free again."""
+"""After a step that ended amid its bookkeeping, as by Ctrl-C: whatever it has left, blocks and queue start anew."""
 
 from minillm.serve.requests.request import Sample
 from minillm.serve.requests.table import RequestTable
