@@ -265,7 +265,7 @@ class Hybrid(SingleDevice):
     def finish_backward(self) -> None:
         if is_pipeline := self.layout.order is not None:
             self.model.pipeline.finish()
-        if self.layout.zero == 3 and is_pipeline:  # with stages 1 and 2 it is `prepare_gradients` that reduces what is left
+        if self.layout.zero == 3 and is_pipeline:  # stages 1 and 2 reduce when gradients are prepared
             self.module.reduce_gradients()
         elif self.layout.zero == 0 and self.module is not self.model:
             if is_pipeline:
