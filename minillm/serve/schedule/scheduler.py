@@ -245,7 +245,7 @@ class Scheduler:
             self._preempt(victim)
             plan.preempted.append(victim)
         self.held.allocate(sequence, missing)
-        for pool, mine in self.held.tables(sequence):
+        for pool, mine in self.held.tables(sequence) if shared else ():
             pool.copy_on_write(mine.blocks, index)
         return True
 

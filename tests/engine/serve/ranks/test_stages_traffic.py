@@ -44,8 +44,8 @@ def traffic(group, variant, params, options):
 
 
 def replied(step, vocab_size):
-    """Bytes from the last stage to rank 0: whether sampling raised, then of each token that is sampled its id, or, where draft tokens
-    are checked, all logits of a row, or its likeliest token and that one's logit."""
+    """Bytes from the last stage to rank 0: whether sampling raised, then the id of each token that is sampled; where
+    draft tokens are checked, all logits of a row, or its likeliest token and that one's logit."""
     if step.sampling is not None:
         wanted = step.sampling.logprobs
         likeliest = -1 if wanted is None else int(wanted.max())  # that are told of each token, the most asked for
