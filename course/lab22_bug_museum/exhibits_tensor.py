@@ -55,8 +55,8 @@ NORMS_UNDER_SEQUENCE = Exhibit(
             "to each other; only what is held by all and seen by each in part is a partial sum.",
             (
                 {
-                    "sum_partial(self._reduced(), self.stepped.placements, self.groups.tp)": (
-                        "[self.groups.tp.all_reduce(gradient) for gradient in self._reduced().values()]"
+                    "sum_partial(self.stepped.gradients_by_name(), self.stepped.placements, self.groups.tp)": (
+                        "[self.groups.tp.all_reduce(each) for each in self.stepped.gradients_by_name().values()]"
                     )
                 },
             ),

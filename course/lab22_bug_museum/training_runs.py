@@ -192,7 +192,7 @@ def _record(strategy: SingleDevice, config: TrainConfig, tokens: Tokens) -> Rank
         windows = tuple(trainer.loader.load(0).indices.tolist())
         start = trainer.loader.state_dict()
         trainer.backward()
-        trainer.updater.prepare_gradients()
+        strategy.prepare_gradients()
         norm = float(strategy.grad_norm(trainer.updater.parameters))
         gradients = {name: gradient.clone() for name, gradient in strategy.gradients().items()}
         trainer.updater.zero_grad()

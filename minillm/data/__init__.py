@@ -15,7 +15,8 @@ from minillm.data.loader import Batch, Loader
 from minillm.data.preferences import PreferenceDataset, Preferences, dataset_of, read_preferences
 from minillm.data.prefetch import Prefetcher
 from minillm.data.sampler import ShardedSampler
-from minillm.data.tokenizer import Tokenizer, train_tokenizer
+from minillm.data.tokenizer import Tokenizer
+from minillm.data.tokenizer_training import train_tokenizer
 from minillm.data.tokens import Tokens, read_tokens, tokenize, write_tokens
 
 __all__ = [

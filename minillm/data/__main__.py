@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from minillm.data.corpus import corpus
-from minillm.data.tokenizer import COMMITTED, train_tokenizer
+from minillm.data.tokenizer import COMMITTED
+from minillm.data.tokenizer_training import train_tokenizer
 
 
 def make_tokenizer(data: str | None, vocab_size: int, out: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import models
 
 from minillm.data.chat import answer_spans, one_of, read_template, render, unused
 
@@ -35,26 +35,6 @@ _PRINTS = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTS]
 BYTE_TO_CHAR = {byte: chr(byte) for byte in _PRINTS} | {byte: chr(256 + n) for n, byte in enumerate(_OTHERS)}
 CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> "Tokenizer":
-    """Byte-level BPE with GPT-2's cuts and one special token, the document separator (id 0).
-
-    The same texts give the same tokenizer. Raises ValueError if `vocab_size` cannot hold the separator and 256 bytes.
-    """
-    if vocab_size < 257:
-        raise ValueError(f"vocab_size {vocab_size} is too small: the 256 bytes and {SEPARATOR} need 257 tokens")
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[SEPARATOR],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    return Tokenizer(backend, SEPARATOR)
 
 
 class Tokenizer:

@@ -236,7 +236,7 @@ def _step(
     updater = strategy.updater(module, partial(_sgd, lr=lr))
     for step in range(steps):
         _backward(strategy, module, batch, layout.accumulate, _keys_of(batch, case.lora))
-        updater.prepare_gradients()
+        strategy.prepare_gradients()
         norm = strategy.grad_norm(updater.parameters)
         if step == 0:
             gradients = {name: gradient.cpu().clone() for name, gradient in strategy.gradients().items()}

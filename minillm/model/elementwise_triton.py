@@ -58,7 +58,7 @@ def gated_triton(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tenso
 def _takes(*inputs: Tensor) -> bool:
     """Whether a kernel can compute with them here."""
     first = inputs[0]
-    alike = triton is not None and first.numel() > 0 and all(each.dtype == first.dtype for each in inputs)
+    alike = first.numel() > 0 and all(each.dtype == first.dtype for each in inputs)
     return alike and has_kernel(first) and not (torch.is_grad_enabled() and any(each.requires_grad for each in inputs))
 
 

@@ -6,11 +6,11 @@ from functools import partial
 from inspect import Parameter, signature
 
 from minillm.model.config import check_generates
-from minillm.predict.model import windowed_blocks
 from minillm.serve.numbers import check_whole
 from minillm.serve.ranks.part import group_of
 from minillm.serve.ranks.stage import Stage
 from minillm.serve.schedule.blocks import BlockPool
+from minillm.serve.schedule.held import most_held
 from minillm.serve.schedule.policies import POLICIES
 from minillm.serve.schedule.sequence import Sequence
 
@@ -120,7 +120,7 @@ def check_fits(sequence: Sequence, pool: BlockPool, piece: int | None, max_num_s
     for each in pool.kinds:
         needed = each.blocks_for(limit - 1)  # the last token is never computed
         if each.window is not None:
-            needed = min(needed, windowed_blocks(each.window, pool.block_size, piece + 1))  # one may be taken back
+            needed = min(needed, most_held(each.window, pool.block_size, piece))
         if needed > each.total:
             raise ValueError(
                 f"{limit} tokens need {needed} blocks of {pool.block_size} and the pool has {each.total}: "

@@ -24,10 +24,9 @@ from minillm.serve.checks import check_engine
 from minillm.serve.load import engine_options
 from minillm.serve.numbers import check_whole
 from minillm.serve.progress import progress_bar
-from minillm.serve.requests.output import Delta, Output, OutputCursor, output_of
+from minillm.serve.requests.output import Delta, Output, deltas_of, output_of
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.prompts import adapter_of_each, pairs
-from minillm.serve.requests.request import Request
 from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.async_scheduling import AsyncScheduling
 from minillm.serve.run.build import build_pool, build_runner, build_scheduler, build_speculation, prepare_model
@@ -162,7 +161,7 @@ class LLM:
         """
         request_id = options.pop("request_id", None)
         request = self.requests.request(prompt, params, awaited=True, **options)
-        deltas = self._deltas(request, request_id)
+        deltas = deltas_of(request, request_id, self.requests, self.advance)
         next(deltas)  # into its `try`: an iterator that is closed before its first value cancels the request, too
         return deltas
 
@@ -217,19 +216,3 @@ class LLM:
                 self.interrupted = f"the step was interrupted by {type(failure).__name__}: {failure}"
                 raise
             self.interrupted = ""
-
-    def _deltas(self, request: Request, request_id: str | None) -> Iterator[Delta]:
-        """First nothing, so that the caller can enter the `try`; then what is new, sample by sample."""
-        news, ended = OutputCursor(request), False
-        try:
-            self.requests.submit(request, request_id)
-            yield None
-            while not ended:
-                if request.ended is None:
-                    self.advance()
-                deltas, ended = news.poll()
-                yield from deltas
-        finally:  # only a mark, which the next step carries out: the garbage collector may close this at any moment
-            self.requests.cancelled.append(request)
-        if (failure := news.failure()) is not None:
-            raise failure

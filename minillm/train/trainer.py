@@ -168,7 +168,7 @@ class Trainer:
         """Makes the gradients ready for the optimizer: in float32, unscaled and clipped. Returns the norm of the whole
         model's before clipping, a scalar on the device. An overflow on any rank shows in it on all of them."""
         with span("optimizer", "optimizer"):
-            self.updater.prepare_gradients()
+            self.parallel.prepare_gradients()
             stepped = self.updater.parameters
             self.scaler.unscale_(stepped)
             norm = self.parallel.grad_norm(stepped)
@@ -281,15 +281,10 @@ class Trainer:
 
     def _to_device(self, batch: Batch) -> Microbatch:
         check_tokens(batch.inputs, self.config.model)
-        documents = None
-        if self.config.documents:
-            documents = self._copy(self.loader.dataset.documents(batch.indices))
-        goals = None
-        if self.teacher and self.config.distil_share:
-            goals = partial(self.teacher.goals, batch, documents)
-        keys = None
-        if self.config.lora_dropout:
-            keys = self._copy(window_keys(self.config.seed, self.steps_done, batch.indices))
+        config, indices = self.config, batch.indices
+        documents = self._copy(self.loader.dataset.documents(indices)) if config.documents else None
+        goals = partial(self.teacher.goals, batch, documents) if self.teacher and config.distil_share else None
+        keys = self._copy(window_keys(config.seed, self.steps_done, indices)) if config.lora_dropout else None
         return Microbatch(self._copy(batch.inputs), self._copy(batch.targets), None, documents, goals, keys)
 
     def _copy(self, x: Tensor) -> Tensor:

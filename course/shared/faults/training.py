@@ -72,7 +72,7 @@ TIED_NOT_SUMMED = Fault(
 # Tensors and sequences that are cut over ranks.
 
 NORMS_NOT_SUMMED = Fault(
-    f"{HYBRID}.finish_backward",
+    f"{HYBRID}.prepare_gradients",
     {"if self.groups.tp:": "if self.groups.tp and not self.layout.sequence:"},
     place="tensor parallelism, norms",
     mechanism="each rank keeps the gradient of its own part of the sequence",

@@ -47,8 +47,8 @@ inline void prefetch(const float* row, int64_t count) {
 // q, y: [kv_heads, group, head_dim] of one query; k, v: the pools, from the first of these kv heads on.
 // HEAD_DIM: known to the compiler, which unrolls the innermost loops; 0 = it is not.
 template <int HEAD_DIM>
-void attend(const float* __restrict q, const float* __restrict k, const float* __restrict v, float* __restrict y, const Step& step,
-            int64_t kv_heads, const std::vector<int64_t>& slots, std::vector<float>& scores) {
+void attend(const float* __restrict q, const float* __restrict k, const float* __restrict v, float* __restrict y,
+            const Step& step, int64_t kv_heads, const std::vector<int64_t>& slots, std::vector<float>& scores) {
   const int64_t dim = HEAD_DIM ? HEAD_DIM : step.head_dim, group = step.group, stride = step.kv_heads * dim;
   const int64_t keys = slots.size(), last = keys - 1;
   const int64_t ahead = std::max<int64_t>(1, PREFETCHED_BYTES / (stride * sizeof(float)));

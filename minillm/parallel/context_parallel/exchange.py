@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
-from minillm.model.attention import as_autocast, sdpa
+from minillm.model.attention import sdpa
 from minillm.model.attention.tiled import TILE, tiled, tiled_with_lse
 from minillm.model.attention.tiled_triton import tiled_triton, tiled_triton_with_lse
 from minillm.model.kernels import has_kernel
@@ -39,26 +39,15 @@ class UlyssesAttention(ContextAttention):
         super().__init__(group, "contiguous", segments)
         self.inside, self.tile = inside, tile
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        layer: int = 0,
-        positions: Tensor | None = None,
-        window: int | None = None,
-        segments: Tensor | None = None,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None, segments: Tensor | None
     ) -> Tensor:
-        """q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim]."""
         n, heads, kv_heads = self.group.world_size, q.shape[1], k.shape[1]
         check_ulysses(heads, kv_heads, n)
-        self.check_positions(q, positions)
-        q, k, v = as_autocast(q, k, v)
         if kv_heads % n:
             k, v = (x.repeat_interleave(n // kv_heads, dim=1) for x in (k, v))
         q, k, v = (_Exchange.apply(x, self.group, _to_heads, _to_sequence) for x in (q, k, v))
-        how = {"window": window, "segments": self.documents(segments, q.shape[2] * self._outside)}
+        how = {"window": window, "segments": segments}
         if self.inside is None:
             out = whole_attention(q, k, v, **how, tile=self.tile)
         elif isinstance(self.inside, ContextAttention):
@@ -93,27 +82,16 @@ class GatherAttention(ContextAttention):
         super().__init__(group, "zigzag", segments)
         self.tile = tile
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        layer: int = 0,
-        positions: Tensor | None = None,
-        window: int | None = None,
-        segments: Tensor | None = None,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None, segments: Tensor | None
     ) -> Tensor:
-        """q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim]."""
-        self.check_positions(q, positions)
-        q, k, v = as_autocast(q, k, v)
         n, seq = self.group.world_size, self.group.world_size * q.shape[2]
         places = self.places_on(seq, q.device)
         keys, values = _GatherSequence.apply(torch.stack((k, v)), self.group, places)
-        whole, mine = self.documents(segments, seq), places[0].view(n, -1)[self.group.rank]
-        of_mine = None if whole is None else whole[..., mine]
+        mine = places[0].view(n, -1)[self.group.rank]
+        of_mine = None if segments is None else segments[..., mine]
         if has_kernel(q):
-            documents = {"segments": of_mine, "key_segments": whole}
+            documents = {"segments": of_mine, "key_segments": segments}
             everywhere = torch.arange(seq, device=q.device)
             how = {"positions": mine, "key_positions": everywhere, "window": window} | documents
             return tiled_triton_with_lse(q, keys, values, **how)[0]
@@ -125,7 +103,7 @@ class GatherAttention(ContextAttention):
             key_positions=range(seq),
             window=window,
             segments=of_mine,
-            key_segments=whole,
+            key_segments=segments,
             tile=self.tile,
         )[0]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minillm.comm import Group
+from minillm.model.attention import as_autocast
 
 ORDERS = ("contiguous", "zigzag")
 
@@ -54,6 +55,29 @@ class ContextAttention:
         self.group, self.order, self.segments = group, order, segments
         self._positions: dict[tuple[int, torch.device], Tensor] = {}
         self._places: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int = 0,
+        positions: Tensor | None = None,
+        window: int | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
+        """q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim], of this rank's positions. positions: checked
+        for their number only: which rank holds what follows from `order`."""
+        self.check_positions(q, positions)
+        segments = self.documents(segments, self.world_size * q.shape[2])
+        return self.attend(*as_autocast(q, k, v), layer, window, segments)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None, segments: Tensor | None
+    ) -> Tensor:
+        """What a variant does with them. segments: of the whole sequence."""
+        raise NotImplementedError
 
     def positions_on(self, seq: int, device: torch.device) -> Tensor:
         """`positions`, worked out and copied to the device once: the copy would hold up the host in every layer."""

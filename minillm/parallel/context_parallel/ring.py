@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
 from minillm.measure import span
-from minillm.model.attention import as_autocast
 from minillm.model.attention.blocks import Block, attention_block
 from minillm.model.attention.tiled import TILE, row_products
 from minillm.parallel.context_parallel.order import ContextAttention, local_numbers
@@ -48,21 +47,9 @@ class RingAttention(ContextAttention):
         self.tile, self.overlap, self.pace = tile, overlap, pace
         self._blocks: dict[tuple, Block] = {}  # of one document
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        layer: int = 0,
-        positions: Tensor | None = None,
-        window: int | None = None,
-        segments: Tensor | None = None,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None, segments: Tensor | None
     ) -> Tensor:
-        """positions: checked for their number only: which rank holds what follows from `order`."""
-        self.check_positions(q, positions)
-        segments = self.documents(segments, self.world_size * q.shape[2])
-        q, k, v = as_autocast(q, k, v)
         return _Ring.apply(q, k, v, self, window, segments)
 
     def block(self, q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, source: int) -> Block:

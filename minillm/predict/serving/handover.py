@@ -62,10 +62,3 @@ def hidden_share(layers: int, compute_s: float, transfer_s: float) -> float:
     positive(transfer_s=transfer_s)
     exposed = handover_seconds(layers, compute_s, transfer_s) - compute_s
     return 1 - exposed / transfer_s
-
-
-def link_where_equal(shape: Shape, tokens: int, recompute_s: float, latency_s: float = 0.0, itemsize: int = 2) -> float:
-    """Bytes/s from which on handing over takes less time than computing the prompt again in recompute_s."""
-    if not 0 <= latency_s < recompute_s:
-        raise ValueError(f"latency_s {latency_s} must lie in 0 .. {recompute_s}, the seconds of computing again.")
-    return handed_bytes(shape, tokens, itemsize=itemsize) / (recompute_s - latency_s)

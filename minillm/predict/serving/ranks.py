@@ -68,14 +68,3 @@ def message_bytes(numbers: int) -> int:
 def hidden_bytes(shape: Shape, tokens: int, itemsize: int = 4) -> int:
     """What a rank of one stage sends to the next one for a step of so many tokens."""
     return tokens * shape.hidden_size * itemsize
-
-
-def reply_bytes(rows: int, top: int | None = None) -> int:
-    """From the last stage to rank 0 for a step in which so many tokens are sampled. top: the likeliest tokens that are
-    told of each, the most that one asks for; None = no log-probabilities."""
-    return NUMBER * (1 + rows * (1 if top is None else 3 + 2 * top))
-
-
-def verified_bytes(shape: Shape, *, whole: int, likeliest: int) -> int:
-    """The same for a step that checks draft tokens: rows of all logits, and rows of which the likeliest is enough."""
-    return NUMBER * (1 + 2 * likeliest) + 4 * whole * shape.vocab_size

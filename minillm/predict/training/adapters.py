@@ -168,14 +168,3 @@ def merged_bytes_read(base_bytes: int, different: int) -> int:
 def adapters_that_fit(budget_bytes: int, adapter_bytes: int) -> int:
     """Adapters of one size that a byte budget holds."""
     return budget_bytes // adapter_bytes
-
-
-def batch_update_flops(batch: Sequence[tuple[Adapters, int]]) -> int:
-    """FLOPs of all updates in one pass. batch: (an adapter, its tokens) for each different adapter."""
-    return sum(2 * tokens * adapter.parameters for adapter, tokens in batch)
-
-
-def batch_products(batch: Sequence[Adapters]) -> int:
-    """Matrix products of all updates in one pass: A and B of each adapted layer, for each different adapter. The base's
-    own are 7 a block beside them; merged models repeat those for each adapter."""
-    return sum(2 * adapter.shape.num_layers * len(adapter.layers) for adapter in batch)

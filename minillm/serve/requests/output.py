@@ -3,6 +3,7 @@
 All of it is made from a `Request` when it is asked for; nothing here is changed afterwards.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +11,7 @@ from minillm.serve.requests.params import Token
 
 if TYPE_CHECKING:
     from minillm.serve.requests.request import Request, Sample
+    from minillm.serve.requests.table import RequestTable
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,26 @@ class OutputCursor:
         """Why the request failed, if it did."""
         request = self.request
         return request.error and RuntimeError(f"request {request.request_id!r} failed: {request.error}")
+
+
+def deltas_of(
+    request: "Request", request_id: str | None, table: "RequestTable", advance: Callable[[], None]
+) -> Iterator[Delta]:
+    """Submits the request, and steps until it has ended. First nothing, so that the caller can enter the `try`; then
+    what is new, sample by sample. RuntimeError, after the last token, if it failed."""
+    news, ended = OutputCursor(request), False
+    try:
+        table.submit(request, request_id)
+        yield None
+        while not ended:
+            if request.ended is None:
+                advance()
+            deltas, ended = news.poll()
+            yield from deltas
+    finally:  # only a mark, which the next step carries out: the garbage collector may close this at any moment
+        table.cancelled.append(request)
+    if (failure := news.failure()) is not None:
+        raise failure
 
 
 def _safe_text(sample: "Sample") -> str:

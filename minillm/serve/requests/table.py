@@ -51,7 +51,7 @@ class RequestTable:
         self.ended: deque[Request] = deque()
         self.ended_ids: list[str] = []
         self.cancelled: deque[Request] = deque()
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self.deadlines: list[tuple[float, int, Request]] = []
         self._names, self.submitting = count(), Lock()
 
     def __len__(self) -> int:
@@ -95,15 +95,15 @@ class RequestTable:
             first = request.samples[0]
             self.scheduler.enqueue(first)
             if request.timeout_s is not None:
-                heappush(self._deadlines, (request.arrived + request.timeout_s, first.rank[1], request))
+                heappush(self.deadlines, (request.arrived + request.timeout_s, first.rank[1], request))
             del self.arrived[name]
         self.end_cancelled()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            self.end(self._deadlines[0][-1], "timeout")
-            heappop(self._deadlines)
-        if len(self._deadlines) > 2 * len(self.live) + FEW:  # most have ended: nothing holds them until their time
-            self._deadlines = [each for each in self._deadlines if each[-1].ended is None]
-            heapify(self._deadlines)
+        while self.deadlines and self.deadlines[0][0] <= now:
+            self.end(self.deadlines[0][-1], "timeout")
+            heappop(self.deadlines)
+        if len(self.deadlines) > 2 * len(self.live) + FEW:  # most have ended: nothing holds them until their time
+            self.deadlines = [each for each in self.deadlines if each[-1].ended is None]
+            heapify(self.deadlines)
 
     def end_cancelled(self) -> None:
         """Ends what was cancelled, but for requests that are not queued yet: those wait for the next `tidy`."""
@@ -128,36 +128,9 @@ class RequestTable:
         if self.speculation is not None:
             self.speculation.end(sample)
         if all(each.reason for each in sample.request.samples):
-            self._close(sample.request)
+            self.close(sample.request)
 
-    def recover(self, error: str) -> None:
-        """After a step that ended amid its bookkeeping, which may have left anything: blocks and queue start anew.
-
-        Requests that had begun have failed; those that had not are queued again. It can itself be interrupted, and is
-        then done again.
-        """
-        self.scheduler.reset()
-        if self.speculation is not None:
-            self.speculation.reset(sample for request in self.live.values() for sample in request.samples)
-        self._deadlines.clear()
-        queued = {}
-        for name, request in list(self.live.items()):
-            if request.ended is None and request.scheduled is None:
-                for sample in request.samples:
-                    sample.restart()
-                queued[name] = request
-                continue
-            if request.ended is None:  # else it was interrupted in `_close`
-                request.error = error
-                for sample in request.samples:
-                    if sample.reason is None:
-                        sample.close("failed")
-            self._close(request)
-        with self.submitting:
-            self.arrived = queued | self.arrived
-        self.live.clear()
-
-    def _close(self, request: Request) -> None:
+    def close(self, request: Request) -> None:
         if request.ended is None:
             request.ended = self.clock()
         self.ended_ids.append(request.request_id)

@@ -110,6 +110,6 @@ def withhold(pool: BlockPool, steps: Iterable[Step]) -> None:
     for each in pool.kinds:
         each.withheld = frozenset()
     for step in steps:
-        for each, tables in step.tables_of(pool):
+        for each, tables in zip(pool.kinds, step.tables, strict=True):
             starts = zip(tables, step.starts, strict=True)
             each.withheld |= {block for table, start in starts for block in table[start // pool.block_size :]}

@@ -9,6 +9,7 @@
 
 import torch
 
+from minillm.serve.requests.recovery import start_anew
 from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.adapters import hold_adapters
 from minillm.serve.run.model_runner import Runner
@@ -97,7 +98,7 @@ class EngineCore:
     def recover(self, error: str) -> None:
         """After a step that was interrupted anywhere: requests that had begun have failed, the others are queued."""
         self.builder.reset()
-        self.requests.recover(error)
+        start_anew(self.requests, error)
         if self.scheduler.handovers is not None:
             self.scheduler.handovers.reset()
 

@@ -17,13 +17,14 @@ from minillm.model.draw import Draw
 from minillm.model.kernels import gpu_of
 from minillm.model.paged.quantized import RowFormat
 from minillm.model.parts import weight_of
-from minillm.predict.model import kv_bytes_per_token, windowed_blocks
+from minillm.predict.model import kv_bytes_per_token
 from minillm.serve.numbers import check_whole
 from minillm.serve.ranks.part import agreed, layers_of, ranks_here
 from minillm.serve.ranks.stage import Stage
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.run.step_inputs import sampling_inputs
 from minillm.serve.sample.batch import sample_on_device
+from minillm.serve.schedule.held import most_held
 
 GPU_SHARE, CPU_SHARE, DRAFT_SHARE = 0.9, 0.3, 0.1
 GPU_LIMITS = {"max_num_seqs": 256, "token_budget": 8192}  # of an engine on a GPU; on a CPU those of `Scheduler`
@@ -139,8 +140,7 @@ def most_windowed_blocks(config: ModelConfig, block_size: int, scheduling: dict[
     check_whole("chunk", scheduling.get("chunk"), 1, optional=True)
     budget = scheduling.get("token_budget", 512)
     piece = min((scheduling.get("chunk") or budget) + drafts, budget)
-    of_each = windowed_blocks(config.sliding_window, block_size, piece + 1)  # one token may be taken back
-    return scheduling.get("max_num_seqs", 64) * (of_each + 1)
+    return scheduling.get("max_num_seqs", 64) * (most_held(config.sliding_window, block_size, piece) + 1)
 
 
 @dataclass(frozen=True)

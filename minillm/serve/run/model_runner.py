@@ -73,7 +73,7 @@ class Runner:
         routed: Callable[..., AbstractContextManager] = nullcontext,
         windowed: PagedCache | None = None,
     ):
-        self.model, self.cache, self.backend, self.routed, self.windowed = model, cache, backend, routed, windowed
+        self.model, self.cache, self.backend, self.routed = model, cache, backend, routed
         self.caches = {"slots": cache} | ({} if windowed is None else {"windowed slots": windowed})
         self.tables, self.rows = BlockTables(table_rows * len(self.caches), table_width, cache.pool.device), table_rows
         self.graphs = DecodeGraphs(model, self.caches, backend, self.tables, graphs) if graphs else None
@@ -106,15 +106,15 @@ class Runner:
         return outputs
 
     def _move_blocks(self, moves: np.ndarray) -> None:
+        caches = list(self.caches.values())
         for kind, source, target in moves.tolist():
-            cache = self.cache if kind < OF_WINDOWED else self.windowed
-            kind %= OF_WINDOWED
+            which, kind = divmod(kind, OF_WINDOWED)
             if kind == COPY:
-                cache.copy(source, target)
+                caches[which].copy(source, target)
             elif kind == TO_HOST:
-                cache.to_host([source], [target])
+                caches[which].to_host([source], [target])
             elif kind == FROM_HOST:
-                cache.from_host([source], [target])
+                caches[which].from_host([source], [target])
             elif kind == RECEIVE:
                 self.receiver.open(source, target)
             else:

@@ -6,7 +6,7 @@ plan ──▶ Step: what each sequence had when it was planned, whatever become
          StepInputs ──▶ Runner.execute ──▶ StepOutputs
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,8 +28,8 @@ Ready = tuple[Sample, int, int, int]
 
 @dataclass(eq=False)
 class Step:
-    """starts: tokens computed before, of each sequence of the plan; rows, tables: its row of the block tables and the
-    blocks that it has in this step; windowed: those of `BlockPool.windowed`, if there is one.
+    """starts: tokens computed before, of each sequence of the plan; rows: its row of the block tables; tables: of each
+    of `BlockPool.kinds`, the blocks that each sequence has in this step.
 
     drafts: draft tokens to compute after a sequence's own, by place in the plan. ready: the samples that get tokens;
     the first of several (n > 1) is followed by the others, once they run; forks: there is such a one. dropped: rows of
@@ -43,8 +43,7 @@ class Step:
     plan: Plan
     starts: list[int]
     rows: list[int]
-    tables: list[list[int]]
-    windowed: list[list[int]] = field(default_factory=list)
+    tables: list[list[list[int]]]
     drafts: dict[int, list[int]] = field(default_factory=dict)
     ready: list[Ready] = field(default_factory=list)
     forks: bool = False
@@ -58,13 +57,9 @@ class Step:
     def raised(self, failure: Exception) -> None:
         self.error = f"{type(failure).__name__}: {failure}"
 
-    def tables_of(self, pool: BlockPool) -> Iterator[tuple[BlockPool, list[list[int]]]]:
-        """Each pool with the blocks of every sequence in it."""
-        return zip(pool.kinds, (self.tables, self.windowed), strict=False)
-
     def invalidate(self, pool: BlockPool, place: int) -> None:
         """What the pass wrote for the sequence at this place of the plan is wrong."""
-        for each, tables in self.tables_of(pool):
+        for each, tables in zip(pool.kinds, self.tables, strict=True):
             each.invalidate(tables[place], self.plan.batch[place][0].block_hashes)
 
 

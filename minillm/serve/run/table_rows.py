@@ -26,8 +26,8 @@ class TableRows:
         self._places: list[int] = []  # of the flattened tables, to be written with the next step
         self._blocks: list[int] = []
 
-    def update(self, sequences: list[Sequence]) -> tuple[list[int], list[list[int]], list[list[int]]]:
-        """The rows of these sequences, and the blocks that they have in this step, of each kind. Where those have
+    def update(self, sequences: list[Sequence]) -> tuple[list[int], list[list[list[int]]]]:
+        """The rows of these sequences, and of each kind the blocks that they have in this step. Where those have
         changed, the next step writes them."""
         held, rows, second = self._blocks_of_row, [], self.num_rows
         for sequence in sequences:
@@ -39,7 +39,7 @@ class TableRows:
             if self.kinds == 2 and held[second + row] != sequence.windowed.blocks:
                 self._write(second + row, sequence.windowed.blocks)
             rows.append(row)
-        return rows, [held[row] for row in rows], [held[second + row] for row in rows] if self.kinds == 2 else []
+        return rows, [[held[first + row] for row in rows] for first in range(0, len(held), second)]
 
     def _write(self, row: int, blocks: list[int]) -> None:
         """With the next step, as far as it is new."""

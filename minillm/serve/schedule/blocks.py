@@ -104,11 +104,6 @@ class BlockPool:
             self.windowed.reset()
 
     @property
-    def slides(self) -> bool:
-        """Whether any layer has a window."""
-        return any(each.window is not None for each in self.kinds)
-
-    @property
     def free(self) -> int:
         return len(self._free)
 
@@ -193,12 +188,10 @@ class BlockPool:
         stands for the others."""
         seen: list[int] = []  # from the end
         for place in reversed(range(len(chain))):
-            block = self._cache.get(chain[place])
-            if block is None or block in self.withheld:
-                seen = []
-                continue
-            seen.append(block)
-            if place <= self.first_needed((place + len(seen)) * self.block_size):
+            found = self.lookup(chain[place : place + 1])
+            seen = [] if not found else seen
+            seen += found
+            if found and place <= self.first_needed((place + len(seen)) * self.block_size):
                 break
         return [0] * place + seen[::-1] if seen else []
 

@@ -294,7 +294,7 @@ class FairScheduler(Scheduler):
         """Places and blocks that it lacks to be admitted; none, or fewer, if it has them."""
         if sequence.adapter is not None and not self.adapters_fit(self.adapters_in_use | {sequence.adapter}):
             return self.max_num_seqs + 1, 0  # more than anybody can give
-        hits = [] if self.pool.slides else self.pool.lookup(self._prefixes(sequence))
+        hits = [] if self.piece is not None else self.pool.lookup(self._prefixes(sequence))
         fresh = self.pool.blocks_for(sequence.wanted(self.piece)) - len(hits) + self.pool.idle(hits)
         seats = self.num_seqs + sequence.num_seqs - self.max_num_seqs
         return seats, fresh + self.reserve * len(self.running) - self.pool.available

@@ -10,88 +10,92 @@ a hit if the first pool has all of its blocks and the second those that its next
 from collections.abc import Iterator
 from collections.abc import Sequence as Chain
 
+from minillm.predict.model import windowed_blocks
 from minillm.serve.schedule.blocks import BlockPool, Prefix
 from minillm.serve.schedule.sequence import Held, Sequence
 
 
-def tables(pool: BlockPool, sequence: Sequence) -> Iterator[tuple[BlockPool, Held]]:
-    """Each pool with what the sequence holds of it."""
-    return zip(pool.kinds, (sequence, sequence.windowed), strict=False)
+def most_held(window: int, block_size: int, piece: int) -> int:
+    """Blocks with a window that one sequence holds at most. piece: of its tokens that it wants blocks for at a time
+    (`Sequence.wanted`); the one before them may be taken back, so what that one sees is held, too."""
+    return windowed_blocks(window, block_size, piece + 1)
 
 
-def hits(pool: BlockPool, chain: Chain[Prefix]) -> list[list[int]]:
-    """The blocks of the longest cached beginning of a chain in each pool, as `BlockPool.lookup` and `lookup_seen`."""
-    found: list[list[int]] = []
-    for each in pool.kinds:
-        found.append(each.lookup(chain) if each.window is None else each.lookup_seen(chain))
-        chain = chain[: len(found[-1])]
-    return [blocks[: len(chain)] for blocks in found]
+class Holdings:
+    """What is done to the tables of a sequence. pool: with `BlockPool.windowed`, if there is one."""
 
+    def __init__(self, pool: BlockPool):
+        self.pool, self.pools = pool, pool.kinds
 
-def available(pool: BlockPool) -> int:
-    """Blocks that can be allocated in each pool."""
-    return min([each.available for each in pool.kinds])
+    def tables(self, sequence: Sequence) -> Iterator[tuple[BlockPool, Held]]:
+        """Each pool with what the sequence holds of it."""
+        return zip(self.pools, (sequence, sequence.windowed), strict=False)
 
+    def hits(self, chain: Chain[Prefix]) -> list[list[int]]:
+        """The blocks of the longest cached beginning of a chain in each pool, as of `lookup` and `lookup_seen`."""
+        found: list[list[int]] = []
+        for pool in self.pools:
+            found.append(pool.lookup(chain) if pool.window is None else pool.lookup_seen(chain))
+            chain = chain[: len(found[-1])]
+        return [blocks[: len(chain)] for blocks in found]
 
-def allocate(pool: BlockPool, sequence: Sequence, count: int) -> None:
-    """Blocks for its next tokens."""
-    for each, held in tables(pool, sequence):
-        held.blocks += each.allocate(count)
+    @property
+    def available(self) -> int:
+        """Blocks that can be allocated in each pool."""
+        return min([pool.available for pool in self.pools])
 
+    def allocate(self, sequence: Sequence, count: int) -> None:
+        """Blocks for its next tokens."""
+        for pool, held in self.tables(sequence):
+            held.blocks += pool.allocate(count)
 
-def share(pool: BlockPool, sequence: Sequence, other: Sequence) -> None:
-    """The other, a new one, holds what the sequence holds."""
-    for (each, held), (_, copy) in zip(tables(pool, sequence), tables(pool, other), strict=True):
-        copy.blocks, copy.first_block = held.blocks.copy(), held.first_block
-        each.share(held.held_blocks)
+    def share(self, sequence: Sequence, other: Sequence) -> None:
+        """The other, a new one, holds what the sequence holds."""
+        for (pool, held), (_, copy) in zip(self.tables(sequence), self.tables(other), strict=True):
+            copy.blocks, copy.first_block = held.blocks.copy(), held.first_block
+            pool.share(held.held_blocks)
 
+    def cache(self, sequence: Sequence, start: int, end: int) -> None:
+        """Its full blocks from `start` to `end` can be hit, also by others of this very step: a layer writes all its
+        keys before it reads any. Not those that end in a placeholder."""
+        size = self.pool.block_size
+        end = min(end, (sequence.num_tokens - sequence.num_pending) // size)
+        if self.pool.prefix_cache and start < end:
+            chain = sequence.prefixes(end, size)
+            for pool, held in self.tables(sequence):
+                first = max(start, held.first_block)
+                for block, prefix in zip(held.blocks[first:end], chain[first:], strict=True):
+                    pool.cache_block(block, prefix)
 
-def cache(pool: BlockPool, sequence: Sequence, start: int, end: int) -> None:
-    """Its blocks from `start` to `end` can be hit."""
-    chain = sequence.prefixes(end, pool.block_size)
-    for each, held in tables(pool, sequence):
-        first = max(start, held.first_block)
-        for block, prefix in zip(held.blocks[first:end], chain[first:], strict=True):
-            each.cache_block(block, prefix)
+    def invalidate(self, sequence: Sequence, first: int = 0) -> None:
+        """Its blocks from the first on are wrong: see `BlockPool.invalidate`."""
+        for pool, held in self.tables(sequence):
+            pool.invalidate(held.blocks[first:], sequence.block_hashes[first:])
 
+    def trim(self, sequence: Sequence, length: int) -> None:
+        """Releases the blocks that none of its next tokens sees, and all behind the first `length`. Those that are
+        cached can be hit until they are evicted."""
+        for pool, held in self.tables(sequence):
+            pool.release(held.blocks[length:])
+            del held.blocks[length:]
+            first, seen = held.first_block, min(pool.first_needed(sequence.num_certain), len(held.blocks))
+            pool.release(held.blocks[first:seen])
+            held.first_block = max(first, seen)
 
-def invalidate(pool: BlockPool, sequence: Sequence, first: int = 0) -> None:
-    """Its blocks from the first on are wrong: see `BlockPool.invalidate`."""
-    for each, held in tables(pool, sequence):
-        each.invalidate(held.blocks[first:], sequence.block_hashes[first:])
+    def release_all(self, sequence: Sequence) -> None:
+        """All that it holds, wherever it is."""
+        for pool, held in self.tables(sequence):
+            pool.release(held.held_blocks)
+            pool.drop(held.host_blocks)
+            held.blocks, held.first_block, held.host_blocks = [], 0, []
 
-
-def release_behind(pool: BlockPool, sequence: Sequence) -> None:
-    """Blocks of draft tokens that were not accepted."""
-    end = pool.blocks_for(sequence.num_tokens - 1)
-    for each, held in tables(pool, sequence):
-        each.release(held.blocks[end:])
-        del held.blocks[end:]
-
-
-def release_unseen(pool: BlockPool, sequence: Sequence) -> None:
-    """Blocks that none of its next tokens sees. Those that are cached can be hit until they are evicted."""
-    for each, held in tables(pool, sequence):
-        first, end = held.first_block, min(each.first_needed(sequence.num_certain), len(held.blocks))
-        each.release(held.blocks[first:end])
-        held.first_block = max(first, end)
-
-
-def release_all(pool: BlockPool, sequence: Sequence) -> None:
-    """All that it holds, wherever it is."""
-    for each, held in tables(pool, sequence):
-        each.release(held.held_blocks)
-        each.drop(held.host_blocks)
-        held.blocks, held.host_blocks = [], []
-
-
-def swap_out(pool: BlockPool, sequence: Sequence) -> bool:
-    """Its computed blocks go to the host. False, and nothing is done, if there is no room for them."""
-    end = pool.blocks_for(sequence.num_computed)
-    if not all(0 < end - held.first_block <= each.free_host for each, held in tables(pool, sequence)):
-        return False
-    for each, held in tables(pool, sequence):
-        held.host_blocks = each.swap_out(held.blocks[held.first_block : end])
-        each.release(held.blocks[end:])
-        held.blocks = []
-    return True
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Its computed blocks go to the host. False, and nothing is done, if there is no room for them."""
+        end = self.pool.blocks_for(sequence.num_computed)
+        if not all(0 < end - held.first_block <= pool.free_host for pool, held in self.tables(sequence)):
+            return False
+        for pool, held in self.tables(sequence):
+            held.host_blocks = pool.swap_out(held.blocks[held.first_block : end])
+            pool.release(held.blocks[end:])
+            held.blocks = []
+        return True

@@ -20,8 +20,8 @@ from heapq import heappop, heappush
 from itertools import count
 
 from minillm.serve.checks import check_fits, check_scheduler
-from minillm.serve.schedule import held
 from minillm.serve.schedule.blocks import BlockPool, Prefix
+from minillm.serve.schedule.held import Holdings
 from minillm.serve.schedule.policies import POLICIES
 from minillm.serve.schedule.sequence import Plan, Sequence, State
 
@@ -54,8 +54,10 @@ class Scheduler:
         numbers = {"token_budget": token_budget, "max_num_seqs": max_num_seqs, "patience": patience, "reserve": reserve}
         check_scheduler(policy, preemption, **numbers, chunk=chunk, max_waiting=max_waiting)
         self.pool, self.token_budget, self.max_num_seqs = pool, token_budget, max_num_seqs
+        self.held = Holdings(pool)
         self.chunk, self.patience = chunk or token_budget, patience
-        self.piece = min(self.chunk, token_budget) if pool.slides else None  # see `Sequence.wanted`
+        slides = any(each.window is not None for each in pool.kinds)
+        self.piece = min(self.chunk, token_budget) if slides else None  # see `Sequence.wanted`
         self.reserve, self.max_waiting, self.adapters_fit = reserve, max_waiting, adapters_fit
         self.swaps, self._victim_key = preemption == "swap", POLICIES[policy]
         self.step, self.stages = 0, 1
@@ -135,29 +137,30 @@ class Scheduler:
 
     def advance(self, plan: Plan) -> list[Sequence]:
         """The plan is computed. Returns those whose last token was: their next one can be sampled."""
+        complete, slides = [], self.piece is not None
         for sequence, tokens in plan.batch:
-            sequence.num_computed = min(sequence.num_computed + tokens, len(sequence.tokens))
-        if self.piece is not None:
-            for sequence, _ in plan.batch:
-                held.release_unseen(self.pool, sequence)
-        return [sequence for sequence, _ in plan.batch if sequence.num_computed == len(sequence.tokens)]
+            sequence.num_computed += tokens
+            if sequence.num_computed >= len(sequence.tokens):  # more, if draft tokens were computed
+                sequence.num_computed = len(sequence.tokens)
+                complete.append(sequence)
+            if slides:
+                self.held.trim(sequence, len(sequence.blocks))
+        return complete
 
     def commit_accepted(self, sequence: Sequence) -> None:
         """Its new tokens are verified: the blocks they filled are shared, those of rejected draft tokens go back."""
-        pool, start = self.pool, sequence.num_computed // self.pool.block_size
-        computed = sequence.num_computed = sequence.num_tokens - 1
-        if start < computed // pool.block_size:  # for most sequences of a step none of the three is to be done
-            self._cache_blocks(sequence, start, computed // pool.block_size)
-        if len(sequence.blocks) > pool.blocks_for(computed):
-            held.release_behind(pool, sequence)
-        if self.piece is not None:
-            held.release_unseen(pool, sequence)
+        size, before, computed = self.pool.block_size, sequence.num_computed, len(sequence.tokens) - 1
+        sequence.num_computed = computed
+        if before // size < computed // size:  # for most sequences of a step neither is to be done
+            self.held.cache(sequence, before // size, computed // size)
+        if computed <= (len(sequence.blocks) - 1) * size or self.piece is not None:
+            self.held.trim(sequence, -(-computed // size))
 
     def take_back(self, sequence: Sequence, start: int) -> None:
         """A pass spoilt what it wrote from `start` on: nobody may hit it, and it is computed again."""
-        held.invalidate(self.pool, sequence, start // self.pool.block_size)
+        self.held.invalidate(sequence, start // self.pool.block_size)
         sequence.num_computed = start
-        held.release_behind(self.pool, sequence)
+        self.held.trim(sequence, self.pool.blocks_for(sequence.num_tokens - 1))
         if self.piece is not None and start < sequence.num_tokens - 1:  # what those tokens see may be gone
             sequence.num_computed = 0
             self._preempt(sequence)
@@ -165,7 +168,7 @@ class Scheduler:
     def publish(self, sequence: Sequence, start: int) -> None:
         """Its tokens from place `start` on are known now, not only computed: the blocks they filled are shared."""
         if sequence.state is RUNNING:
-            self._cache_blocks(sequence, start // self.pool.block_size, sequence.num_computed // self.pool.block_size)
+            self.held.cache(sequence, start // self.pool.block_size, sequence.num_computed // self.pool.block_size)
 
     def fork(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
         """Ends the prompt of a sequence of num_seqs n: n - 1 others, new ones of the same tokens, run on from it.
@@ -174,7 +177,7 @@ class Scheduler:
         """
         sequence.num_seqs = 1
         for other in others:
-            held.share(self.pool, sequence, other)
+            self.held.share(sequence, other)
             other.num_computed, other.last_step = sequence.num_computed, sequence.last_step
             other.block_hashes = list(sequence.block_hashes)
             other.rank, other.state = (*sequence.rank[:2], next(self._forks)), RUNNING
@@ -185,11 +188,11 @@ class Scheduler:
         if sequence.state is RUNNING:
             self._stop_running(sequence)
             if wrong:
-                held.invalidate(self.pool, sequence)
+                self.held.invalidate(sequence)
         elif sequence.state is State.WAITING:
             self.num_waiting -= 1
         sequence.state = State.FINISHED
-        held.release_all(self.pool, sequence)
+        self.held.release_all(sequence)
 
     def _give(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         """Plans the next tokens of a sequence that has blocks for all; returns how many."""
@@ -197,12 +200,12 @@ class Scheduler:
         if budget and sequence.num_uncomputed > 1 and computed % size == 0:  # others may have computed it meanwhile
             chain = self._prefixes(sequence)[computed // size : len(sequence.blocks) - 1]
             found = [pool.lookup(chain) for pool in self.pool.kinds]
-            own = slice(computed // size, computed // size + min(map(len, found)))
-            for (pool, mine), blocks in zip(held.tables(self.pool, sequence), found, strict=True):
-                blocks = pool.share(blocks[: own.stop - own.start])
+            hit = min(map(len, found))
+            own = slice(computed // size, computed // size + hit)
+            for (pool, mine), blocks in zip(self.held.tables(sequence), found, strict=True):
                 pool.release(mine.blocks[own])
-                mine.blocks[own] = blocks
-            sequence.skip(size * (own.stop - own.start))
+                mine.blocks[own] = pool.share(blocks[:hit])
+            sequence.skip(size * hit)
         room = len(sequence.blocks) * size - sequence.num_computed
         tokens = min(sequence.num_uncomputed, budget, self.chunk, room)
         over = (sequence.num_computed + tokens) % size
@@ -211,18 +214,17 @@ class Scheduler:
         if tokens:
             plan.batch.append((sequence, tokens))
             sequence.last_step = self.step
-            self._cache_blocks(sequence, computed // size, (sequence.num_computed + tokens) // size)
+            self.held.cache(sequence, computed // size, (sequence.num_computed + tokens) // size)
         return tokens
 
     def _add_drafts(self, plan: Plan, budget: int) -> None:
         """Draft tokens preempt nobody, delay no prompt and are not published: only their own sequence sees them."""
         for place, (sequence, tokens) in enumerate(plan.batch):
             if sequence.num_draft_tokens and tokens == sequence.num_uncomputed:
-                room = len(sequence.blocks) + held.available(self.pool)
-                room = room * self.pool.block_size - sequence.num_tokens
+                room = (len(sequence.blocks) + self.held.available) * self.pool.block_size - sequence.num_tokens
                 drafts = min(sequence.num_draft_tokens, budget, room)
                 missing = self.pool.blocks_for(sequence.num_tokens + drafts) - len(sequence.blocks)
-                held.allocate(self.pool, sequence, max(0, missing))
+                self.held.allocate(sequence, max(0, missing))
                 plan.batch[place] = sequence, tokens + drafts
                 budget -= drafts
 
@@ -234,7 +236,7 @@ class Scheduler:
             shared = not missing and self.pool.references[sequence.blocks[index]] > 1
             if not missing and not shared:  # nearly always: the last block has room
                 return True
-            if missing + shared <= held.available(self.pool):
+            if missing + shared <= self.held.available:
                 break
             later = [each for each in self.running[self.running.index(sequence) + 1 :] if each.num_uncomputed]
             if not later:
@@ -242,8 +244,8 @@ class Scheduler:
             victim = max(later, key=lambda s: (self._victim_key(s), s.rank))
             self._preempt(victim)
             plan.preempted.append(victim)
-        held.allocate(self.pool, sequence, missing)
-        for pool, mine in held.tables(self.pool, sequence):
+        self.held.allocate(sequence, missing)
+        for pool, mine in self.held.tables(sequence) if shared else ():
             pool.copy_on_write(mine.blocks, index)
         return True
 
@@ -253,7 +255,7 @@ class Scheduler:
             return False
         if sequence.adapter is not None and not self.adapters_fit(self.adapters_in_use | {sequence.adapter}):
             return False
-        found = held.hits(self.pool, self._prefixes(sequence))
+        found = self.held.hits(self._prefixes(sequence))
         hit = len(found[0])
         skipped = max(0, hit * self.pool.block_size - sequence.num_computed)
         wanted = self.pool.blocks_for(sequence.wanted(self.piece, skipped))
@@ -262,13 +264,13 @@ class Scheduler:
             fresh = wanted - max(first, hit)
             if fresh + pool.idle(blocks[first:]) > pool.available - self.reserve * len(self.running):
                 return False
-        for (pool, mine), blocks, first in zip(held.tables(self.pool, sequence), found, firsts, strict=True):
+        for (pool, mine), blocks, first in zip(self.held.tables(sequence), found, firsts, strict=True):
             there, swapped = max(first, hit), mine.first_block
             mine.blocks = [0] * first + pool.share(blocks[first:]) + pool.allocate(wanted - there)
             pool.swap_in(mine.host_blocks, mine.blocks[swapped:], skip=max(0, there - swapped))
             mine.host_blocks, mine.first_block = [], first
         sequence.skip(skipped)
-        self._cache_blocks(sequence, hit, sequence.num_computed // self.pool.block_size)
+        self.held.cache(sequence, hit, sequence.num_computed // self.pool.block_size)
         heappop(self._heap)
         self.num_waiting, self.num_seqs = self.num_waiting - 1, self.num_seqs + sequence.num_seqs
         sequence.state = RUNNING
@@ -279,16 +281,10 @@ class Scheduler:
         """Back to its place in the queue; its tokens stay, its blocks go, to the host if they are worth it."""
         self._stop_running(sequence)
         sequence.preemptions += 1
-        if not (self.swaps and held.swap_out(self.pool, sequence)):
-            held.release_all(self.pool, sequence)
-            sequence.num_computed = sequence.first_block = sequence.windowed.first_block = 0
+        if not (self.swaps and self.held.swap_out(sequence)):
+            self.held.release_all(sequence)
+            sequence.num_computed = 0
         self._wait(sequence)
-
-    def _cache_blocks(self, sequence: Sequence, start: int, end: int) -> None:
-        """Others of this very step may hit a block too: a layer writes all its keys before it reads any."""
-        end = min(end, (sequence.num_tokens - sequence.num_pending) // self.pool.block_size)
-        if self.pool.prefix_cache and start < end:
-            held.cache(self.pool, sequence, start, end)
 
     def _stop_running(self, sequence: Sequence) -> None:
         if sequence.ticket:

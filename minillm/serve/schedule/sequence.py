@@ -80,12 +80,6 @@ class Sequence(Held):
             hashes.append(Prefix(hashes[-1] if hashes else self.origin, tokens))
         return hashes[:blocks]
 
-    def restart(self) -> None:
-        """As it was before it was queued; whatever it held is free again."""
-        self.state, self.num_computed, self.hit_tokens, self.first_block = State.NEW, 0, 0, 0
-        self.ticket = self.received_tokens = 0
-        self.blocks, self.host_blocks, self.windowed = [], [], Held()
-
     def skip(self, tokens: int) -> None:
         """So many next tokens were found in the cache."""
         self.num_computed += tokens

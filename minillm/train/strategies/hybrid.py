@@ -153,10 +153,6 @@ class Hybrid(SingleDevice):
             found[name] = Placement(shapes[name], (*expert, part, stage, replica))
         return found
 
-    def _replicas_of(self, name: str) -> Group:
-        """The ranks that hold the same of a parameter, but for ZeRO."""
-        return self.groups.expert_replicas if is_expert(name) else self.groups.replicas
-
     @property
     def _gradient_groups(self) -> dict[str, Group]:
         """Parameters in buckets of their own, by the ranks that average them: experts, which fewer ranks hold than all
@@ -267,26 +263,19 @@ class Hybrid(SingleDevice):
         return self.stepped.no_sync() if self.layout.zero in (1, 2) else self.module.no_sync()
 
     def finish_backward(self) -> None:
-        zero, is_pipeline = self.layout.zero, self.layout.order is not None
-        if is_pipeline:
+        if is_pipeline := self.layout.order is not None:
             self.model.pipeline.finish()
-        if zero in (1, 2) and (is_pipeline or self.groups.tp):  # otherwise the updater does it, when it is asked to
-            self.stepped.prepare_gradients()
-        elif zero == 3 and is_pipeline:
+        if self.layout.zero == 3 and is_pipeline:  # stages 1 and 2 reduce when gradients are prepared
             self.module.reduce_gradients()
-        elif zero == 0 and self.module is not self.model:
+        elif self.layout.zero == 0 and self.module is not self.model:
             if is_pipeline:
                 self.module.reducer.expect()
             self.module.finish()
-        if self.groups.tp:
-            sum_partial(self._reduced(), self.stepped.placements, self.groups.tp)
 
-    def _reduced(self) -> dict[str, Tensor]:
-        """By name, what this rank has of the gradients after the sum over replicas."""
-        if self.layout.zero:
-            return self.stepped.gradients_by_name()
-        # not `stepped`, whose masters get theirs later
-        return {name: p.grad for name, p in self.parts().items() if p.grad is not None}
+    def prepare_gradients(self) -> None:
+        self.stepped.prepare_gradients()
+        if self.groups.tp:
+            sum_partial(self.stepped.gradients_by_name(), self.stepped.placements, self.groups.tp)
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         if self.layout.zero == 0 and not self.groups.is_split:
@@ -311,7 +300,8 @@ class Hybrid(SingleDevice):
         if self.layout.zero == 3:
             return self.learnt(self.module.placements)
         own = self.learnt(self.placements)
-        copies = {name: Replicate(copy=self._replicas_of(name).rank) for name in own}
+        experts, others = self.groups.expert_replicas, self.groups.replicas  # that hold the same, but for ZeRO
+        copies = {name: Replicate(copy=(experts if is_expert(name) else others).rank) for name in own}
         return {name: placement.within(copies[name]) for name, placement in own.items()}
 
     @property

@@ -171,7 +171,11 @@ class SingleDevice:
         return contextlib.nullcontext()
 
     def finish_backward(self) -> None:
-        """Waits until every gradient that the optimizer will read is reduced."""
+        """Waits until the gradients of all microbatches are reduced, but for what `prepare_gradients` does."""
+
+    def prepare_gradients(self) -> None:
+        """Gives what the optimizer steps its gradients, once all of them are complete."""
+        self.stepped.prepare_gradients()
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Norm of the whole model's gradient, float64, the same on every rank."""

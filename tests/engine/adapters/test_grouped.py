@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from minillm.adapters import LoraConfig, LoraLinear
 from minillm.adapters.grouped import NO_ADAPTER, Matrices, Segment, add_updates, segments_of
 from minillm.model import ModelConfig
-from minillm.predict.training.adapters import Adapters, batch_products, batch_update_flops
+from minillm.predict.training.adapters import Adapters
 from tests.engine.serve.recorded import READS_BACK
 
 INPUTS, OUTPUTS = 7, 5
@@ -100,5 +100,5 @@ def test_cost_of_a_batch(tokens):
         with torch.no_grad(), FlopCounterMode(display=False) as counted, Products() as made:
             add_updates(y, x, segments, here)
         flops, products = flops + 2 * counted.get_total_flops(), products + 2 * made.count  # two blocks
-    assert batch_update_flops(list(zip(batch, tokens, strict=True))) == flops
-    assert batch_products(batch) == products
+    assert flops == sum(2 * count * each.parameters for each, count in zip(batch, tokens, strict=True))
+    assert products == sum(2 * shape.num_layers * len(each.layers) for each in batch)  # A and B of each layer

@@ -47,12 +47,12 @@ def found(strategy, accumulate=1, shape=SHAPE):
     start = Start(lora=LORA, qlora=shape is CODES)
     model = strategy.build(shape, seed=2, start=start, dtype=torch.float64, attention=dense)
     module = strategy.wrap(model)
-    updater = strategy.updater(module, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+    strategy.updater(module, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
     rows = (each.tensor_split(strategy.world_size)[strategy.rank] for each in (TOKENS, TARGETS))
     batches = [Microbatch(*each) for each in zip(*(x.split(len(x) // accumulate) for x in rows), strict=True)]
     batches, loss, pairs = Preference(BETA, module, strategy.model).weighted(batches)
     strategy.forward_backward(module, batches, strategy.loss_divisor(pairs))
-    updater.prepare_gradients()
+    strategy.prepare_gradients()
     return (strategy.sum(loss) / strategy.sum(pairs)).item(), strategy.gradients()
 
 

@@ -5,7 +5,7 @@ from minillm.bench.comm_host import python_calls
 from minillm.bench.scheduler import ANSWER, Steady
 
 BEFORE = 20  # when each token looked for drafts and for blocks before a window that were not there
-MOST = 8
+MOST = 5.5
 
 
 def test_python_calls_for_each_sequence_of_a_step():

@@ -39,7 +39,7 @@ def steps(group: Group, layout: ParallelConfig, case: Case, *allowed: str, stric
 
         def step() -> None:
             _backward(strategy, module, batch, layout.accumulate)
-            updater.prepare_gradients()
+            strategy.prepare_gradients()
             norm = strategy.grad_norm(updater.parameters)
             clip_(gradients_of(updater.parameters), norm, case.max_grad_norm)
             updater.step()

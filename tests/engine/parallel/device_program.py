@@ -71,7 +71,7 @@ def step(group: Group, layout: ParallelConfig) -> str:
         tokens = torch.zeros(case.batch.tokens.shape, dtype=torch.long, device=DEVICE)
         weights = torch.ones(tokens.shape, device=DEVICE)
         _backward(strategy, module, Batch(tokens, tokens, weights), layout.accumulate)
-        updater.prepare_gradients()
+        strategy.prepare_gradients()
         norm = strategy.grad_norm(updater.parameters)
         clip_(gradients_of(updater.parameters), norm, 1.0)
         updater.step()

@@ -85,7 +85,7 @@ class Going:
         mine = [x[self.form.rank :: self.form.world_size].tensor_split(self.accumulate) for x in (tokens, targets)]
         loss_divisor = self.form.loss_divisor(torch.tensor(float(tokens.numel() // self.form.world_size)))
         self.form.forward_backward(self.module, [(t, w, None) for t, w in zip(*mine, strict=True)], loss_divisor)
-        self.updater.prepare_gradients()
+        self.form.prepare_gradients()
         self.updater.step()
         self.updater.zero_grad()
 

@@ -49,10 +49,3 @@ def test_seconds_are_those_of_a_clock_that_moves_layer_by_layer():
 
 def test_a_link_that_takes_half_of_prefill_hides_all_but_a_layer():
     assert handover.hidden_share(32, 1.0, 0.5) == pytest.approx(31 / 32)
-
-
-def test_at_the_link_where_both_are_equal_both_are():
-    link = handover.link_where_equal(SHAPE, 100, 0.25, 0.01)
-    assert handover.handed_bytes(SHAPE, 100) / link + 0.01 == pytest.approx(0.25)
-    with pytest.raises(ValueError, match=r"latency_s 0.3"):
-        handover.link_where_equal(SHAPE, 100, 0.25, 0.3)

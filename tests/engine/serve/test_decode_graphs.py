@@ -261,7 +261,7 @@ def test_only_changes_of_block_tables_go_to_the_device():
         sequence.blocks = blocks
         step = builder.start(1, 0.0, Plan([(sequence, 1)]))
         inputs = builder.build(step)
-        assert inputs.rows.tolist() == [2] and step.tables == [blocks]
+        assert inputs.rows.tolist() == [2] and step.tables == [[blocks]]
         return dict(zip(inputs.table_places.tolist(), inputs.table_blocks.tolist(), strict=True))
 
     assert changes([7, 8]) == {8: 7, 9: 8}

@@ -20,7 +20,6 @@ from minillm.model.paged import block_by_block, gathered
 from minillm.predict.model import windowed_blocks
 from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, State
 from minillm.serve.run import build
-from minillm.serve.schedule.held import tables
 from minillm.serve.speculate import NGram
 
 WINDOW = 5
@@ -49,7 +48,7 @@ def spoil_freed(llm):
     def spoiling(*inputs):
         for pool, keys_and_values in zip(llm.pool.kinds, llm.runner.caches.values(), strict=True):
             keys_and_values.pool[:, :, pool._free] = float("nan")
-        of_each = [list(tables(llm.pool, sequence))[-1][1].held_blocks for sequence in llm.scheduler.running]
+        of_each = [list(llm.scheduler.held.tables(sequence))[-1][1].held_blocks for sequence in llm.scheduler.running]
         most.append(max(map(len, of_each)))
         return forward(*inputs)
 

@@ -12,14 +12,7 @@ from minillm.model import ModelConfig, Transformer, load_hf, save_hf
 from minillm.model.generate import folder_of, generate
 from minillm.parallel.tensor_parallel.load import load_part
 from minillm.parallel.tensor_parallel.quantized import cut_quantized
-from minillm.predict.serving.ranks import (
-    hidden_bytes,
-    message_bytes,
-    reply_bytes,
-    sent_bytes,
-    step_calls,
-    verified_bytes,
-)
+from minillm.predict.serving.ranks import NUMBER, hidden_bytes, message_bytes, sent_bytes, step_calls
 from minillm.quantize.folder import save_quantized
 from minillm.quantize.formats import Int
 from minillm.quantize.in_place import Settings, nbytes, quantize, quantized_layers
@@ -27,7 +20,7 @@ from minillm.serve import SamplingParams, over_ranks
 from minillm.serve.ranks.message import to_numbers
 from minillm.serve.ranks.runner import whole_rows
 from minillm.serve.ranks.stage import Stage
-from tests.engine.serve.ranks.programs import CONFIG, VARIANTS, model_of
+from tests.engine.serve.ranks.programs import VARIANTS, model_of
 from tests.engine.serve.ranks.test_ranks_load import Counted, counting
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9], list(range(20)), [10]]
@@ -51,11 +44,14 @@ def traffic(group, variant, params, options):
 
 
 def replied(step, vocab_size):
+    """Bytes from the last stage to rank 0: whether sampling raised, then the id of each token that is sampled; where
+    draft tokens are checked, all logits of a row, or its likeliest token and that one's logit."""
     if step.sampling is not None:
         wanted = step.sampling.logprobs
-        return reply_bytes(step.sampling.count, None if wanted is None or wanted.max() < 0 else int(wanted.max()))
-    whole = whole_rows(step)
-    return verified_bytes(replace(CONFIG, vocab_size=vocab_size), whole=int(whole.sum()), likeliest=int((~whole).sum()))
+        likeliest = -1 if wanted is None else int(wanted.max())  # that are told of each token, the most asked for
+        return NUMBER * (1 + step.sampling.count * (1 if likeliest < 0 else 3 + 2 * likeliest))
+    whole = int(whole_rows(step).sum())
+    return NUMBER * (1 + 2 * (len(step.wanted) - whole)) + 4 * whole * vocab_size
 
 
 @pytest.mark.parametrize(
