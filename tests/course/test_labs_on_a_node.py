@@ -12,6 +12,7 @@ import ast
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -21,6 +22,7 @@ import pytest
 
 from course.kit import course
 from course.kit.answers import Answers, _Unchecked, names_of
+from minillm.comm import launch
 from tests.engine.node.launching import all_launches_on_a_node
 from tests.engine.node.node import pretend_node
 
@@ -34,28 +36,41 @@ SHORT = {
     "03": ("rows", "cell of shards_and_batch", "cell of experiments_breaks.as_they_become_ready"),
     "04": ("reduction", "prefetch"),
     "05": ("step", "cell of links.pairs"),
+    "06": ("held",),
+    "07": ("traffic", "offsets"),
     "08": ("traffic",),
     "09": ("torch_mesh", "bug_hunt"),
     "10": ("slow", "hang", "rank_0"),
     "11": ("dealt", "two_jobs", "torch_sampler", "cell of experiments.dealt", "cell of experiments.torch_loader"),
     "17": ("reduced_twice", "cell of rank_programs.train_twice"),
     "18": ("hidden",),
+    "22": ("factor_under_adam",),
+    "23": ("elastic_rebalances", "optimizer_states_stay", "shards_of_different_models"),
 }
 ON_RANKS = ("00", "01", "03", "04", "05", "06", "07", "08", "09", "10", "11", "17", "18", "22", "23")
 COMPILED = "25"  # its claims compile for a GPU that they see, and the node has no driver
 ALONE = tuple(lab for lab in course.numbers("receipts") if lab not in (*ON_RANKS, COMPILED))
 SAMPLE = 5  # labs of each kind, one program of each; MINILLM_PROOF=all: every program of every lab
 
-TRITON = "attention under context parallelism takes Triton's kernels on a GPU, which ranks of the node cannot run"
-PEER = "puts torch's own DDP, FSDP or checkpoints beside minillm, on a group or a mesh that it makes for the CPU"
+# Why a program cannot run on the node's GPUs.
+PEER = "torch's own DDP, FSDP2, DTensor or pipelining: their C++ takes the node's tensors for what they are, the CPU's"
 CLOCK = "times ranks that sleep for a computation and for an emulated link, by the host's clock"
-ON_THE_CPU = {"18 over_links": CLOCK, "10 distributed_checkpoint": PEER}
-ON_THE_CPU |= dict.fromkeys(("03 trace", "03 cell of production.traced_step", "03 cell of production.libraries"), PEER)
+SENDS_FIRST = "a stage sends before it asks: gloo keeps a message until its receiver comes, NCCL's ranks both wait"
+HOST_WAITS = "says of gloo that a rank waits inside an all-reduce: on a GPU the host only launches it"
+ON_THE_CPU = {"18 over_links": CLOCK, "23 utilisation_is_compute": HOST_WAITS}
 ON_THE_CPU |= dict.fromkeys(
-    ("04 clipping", "04 seeds", "04 saving", "04 scaler", "04 cell of experiments_breaks.all_accidents"), PEER
+    (
+        *("03 trace", "03 cell of production.traced_step", "03 cell of production.libraries"),
+        *("04 seeds", "04 cell of experiments_breaks.all_accidents", "04 cell of experiments_torch.peers"),
+        *("05 cell of experiments_torch.peers", "06 cell of experiments_torch.peers"),
+        *("10 distributed_checkpoint", "10 cell of production.distributed_checkpoint", "23 scalers_on_shards"),
+    ),
+    PEER,
 )
-ON_THE_CPU |= dict.fromkeys(("07 work", "07 traffic", "07 long_step", "07 overlap"), TRITON)
-ON_THE_CPU |= dict.fromkeys(("09 bytes_between_nodes", "09 by_axis", "09 fsdp_or_tensor", "09 scaling"), TRITON)
+ON_THE_CPU |= dict.fromkeys(
+    (f"06 cell of experiments_breaks.{name}" for name in ("four_stages_and_one", "bug_hunt", "bug_hunt 2", "deadlock")),
+    SENDS_FIRST,
+)
 
 
 def drawn(labs: tuple[str, ...]) -> list[str]:
@@ -65,7 +80,7 @@ def drawn(labs: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize("lab", drawn(ON_RANKS if WHOLE else tuple(SHORT)))
 def test_rank_programs_of_a_lab_run_on_gpus(lab: str) -> None:
     """Of a claim or a cell of the lab that calls `launch`; with MINILLM_PROOF=all of each."""
-    found = claims(lab) | launching_cells(lab)
+    found = programs(lab)
     for name in shuffled(found if WHOLE else {name: found[name] for name in (f"{lab} {each}" for each in SHORT[lab])}):
         forget_measurements()
         with all_launches_on_a_node(makes_on_gpu=True) as launched:
@@ -86,13 +101,38 @@ def test_a_claim_of_a_lab_holds_beside_gpus(lab: str) -> None:
     forget_measurements()
 
 
+@pytest.mark.parametrize("lab", ON_RANKS)
+def test_what_is_drawn_or_stays_on_the_cpu_is_a_program_of_the_lab(lab: str) -> None:
+    known = programs(lab)
+    named = [f"{lab} {each}" for each in SHORT.get(lab, ())]
+    stay = [name for name in ON_THE_CPU if name.startswith(lab)]
+    assert set(named) | set(stay) <= set(known) and not set(named) & set(stay), sorted(known)
+
+
+def programs(lab: str) -> dict[str, Callable]:
+    return claims(lab) | launching_cells(lab)
+
+
 def shuffled(found: dict[str, Callable]) -> list[str]:
     names = [name for name in found if name not in ON_THE_CPU]
     return random.Random(SEED).sample(names, len(names))
 
 
 def claims(lab: str) -> dict[str, Callable]:
-    return {f"{lab} {claim.__name__}": partial(holds, claim) for claim in course.load("receipts", lab).CLAIMS}
+    """What the tour runs; of a claim that is many statements, each. Lab 04 has several claims in one launch, together
+    with one of torch's FSDP2: here each has a launch of its own."""
+    receipts = course.load("receipts", lab)
+    found = {f"{lab} {claim.__name__}": partial(holds, claim) for claim in receipts.CLAIMS}
+    if statements := getattr(receipts, "STATEMENTS", None):
+        found = {f"{lab} {key}": partial(holds, its.run) for key, its in statements.items()}
+    if lab == "04":
+        breaks, ranks, bad = receipts.experiments_breaks, receipts.WORLD, receipts.BAD_RANK
+        found["04 clipping"] = lambda: holds(partial(receipts.clipping, launch(breaks.clip_with, ranks)))
+        found["04 saving"] = lambda: holds(partial(receipts.saving, launch(breaks.save_on_rank_0, ranks)[0]))
+        found["04 scaler"] = lambda: holds(
+            partial(receipts.scaler, launch(breaks.scale_with_plain_scaler, ranks, bad), bad)
+        )
+    return found
 
 
 def told(run: Callable, name: str) -> None:
@@ -106,21 +146,49 @@ def told(run: Callable, name: str) -> None:
 
 def holds(claim: Callable) -> None:
     made = claim()
-    off = [row for row in made.rows if row.verdict == "off" and row.steady]
-    assert made.rows and not off, off
+    rows = getattr(made, "rows", made)
+    off = [row for row in rows if row.verdict == "off" and row.steady]
+    assert rows and not off, off
 
 
 def launching_cells(lab: str) -> dict[str, Callable]:
-    """Statements of the solved notebook that call `launch`."""
+    """Statements of the solved notebook that call `launch`, or a function of the lab's experiments that does."""
     master = next(path for name, path in course.masters(course.home()).items() if name.startswith(lab))
     statements = ast.parse(master.read_text(encoding="utf-8")).body
-    calls = {number: _handed_to_launch(statement) for number, statement in enumerate(statements)}
-    return {f"{lab} cell of {program}": partial(run_cell, master, n) for n, program in calls.items() if program}
+    indirect, found, times = launching_functions(master.parent), {}, Counter()
+    for number, statement in enumerate(statements):
+        if program := _launched_by(statement, indirect):
+            times[program] += 1
+            again = f" {times[program]}" if times[program] > 1 else ""
+            found[f"{lab} cell of {program}{again}"] = partial(run_cell, master, number)
+    return found
 
 
-def _handed_to_launch(statement: ast.stmt) -> str:
-    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch"]
-    return ast.unparse(calls[0].args[0]) if calls else ""
+def launching_functions(folder: Path) -> set[str]:
+    """Names of functions that call `launch`, or one that does, in what the lab measures."""
+    called = {}
+    for path in (*folder.glob("experiments*.py"), *folder.glob("training*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                called[node.name] = {name.rpartition(".")[2] for name, _ in _calls(node)}
+    found = {"launch"}
+    while more := {name for name, names in called.items() if names & found} - found:
+        found |= more
+    return found
+
+
+def _calls(node: ast.AST) -> list[tuple[str, ast.Call]]:
+    return [(ast.unparse(each.func), each) for each in ast.walk(node) if isinstance(each, ast.Call)]
+
+
+def _launched_by(statement: ast.stmt, indirect: set[str]) -> str:
+    for name, call in _calls(statement):
+        module, _, function = name.rpartition(".")
+        if name == "launch":
+            return ast.unparse(call.args[0])
+        if module not in ("", "receipts") and function in indirect:
+            return name
+    return ""
 
 
 def run_cell(master: Path, number: int) -> None:

@@ -1,17 +1,25 @@
-"""The tour: every stop's receipt, exit status by verdict, JSON as promised, bad input named."""
+"""The tour: every stop's receipt, exit status by verdict, JSON as promised, bad input named; here and on a machine
+with eight GPUs.
+"""
 
 import json
+from contextlib import nullcontext
+
+import pytest
 
 from course.commands import tour
 from course.kit.receipts import receipt, row
 from minillm.__main__ import run
+from tests.engine.node.launching import whole_machine
 
 
-def test_every_verdict_of_the_collectives_stop_is_ok(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("machine", [nullcontext, pytest.param(whole_machine, marks=pytest.mark.full)])
+def test_every_verdict_of_the_collectives_stop_is_ok(machine, tmp_path, capsys, monkeypatch):
     file, printed = tmp_path / "tour.json", []
     stops = tour.tour
     monkeypatch.setattr(tour, "tour", lambda labs: (printed.append(stop[1]) or stop for stop in stops(labs)))
-    status = run(["tour", "--labs", "01", "--json", str(file)])
+    with machine():
+        status = run(["tour", "--labs", "01", "--json", str(file)])
     found = json.loads(file.read_text())
     off = [line for line in found["rows"] if line["verdict"] == "off"]
     noisy = {row.name for made in printed for row in made.rows if row.noisy}  # others on the machine may disturb them
@@ -20,6 +28,7 @@ def test_every_verdict_of_the_collectives_stop_is_ok(tmp_path, capsys, monkeypat
     assert set(found["rows"][0]) == {"lab", "name", "predicted", "measured", "unit", "verdict"}
     assert found["provenance"]["command"]
     assert "ring all-reduce" in capsys.readouterr().out
+    assert ("Pretended GPU" in found["provenance"]["hardware"]) == (machine is whole_machine)
 
 
 def test_exit_status_is_one_if_any_verdict_is_off(monkeypatch, capsys):

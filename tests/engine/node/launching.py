@@ -110,3 +110,10 @@ def all_launches_on_a_node(force: bool = True, **how: Any) -> Iterator[list[Call
         yield launched
     finally:
         worker.Job = plain
+
+
+@contextlib.contextmanager
+def whole_machine() -> Iterator[None]:
+    """This process and all ranks that it launches are on a node; programs run on the device that they ask for."""
+    with all_launches_on_a_node(force=False), pretend_node():
+        yield

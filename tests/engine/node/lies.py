@@ -105,11 +105,12 @@ def _moves(node: "Node", undo: Undo) -> None:
             true = {"device": "meta"} if device is not None and device.type == "meta" else {}
             return plain_to(self, **true, dtype=dtype, copy=copy, **options)
         wanted = _wanted(node, device)
-        before, node.target = node.target, (None if wanted.type == "cpu" else wanted, non_blocking)
+        mine = node.mine
+        before, mine.target = mine.target, (None if wanted.type == "cpu" else wanted, non_blocking)
         try:
             return plain_to(self, dtype=dtype, copy=True, **options)
         finally:
-            node.target = before
+            mine.target = before
 
     undo.set(torch.Tensor, "to", to)
     undo.set(torch.Tensor, "cpu", lambda self, **_: to(self, HOST))
@@ -194,6 +195,7 @@ def _factories(node: "Node", undo: Undo) -> None:
             elif (wanted := _wanted(node, device)).type not in ("cuda", "cpu"):
                 return plain(*args, device=wanted, **kwargs)
             else:
+                node.check_generator(kwargs.get("generator"), wanted, name)
                 x = plain(*args, device=HOST, **kwargs)
                 if name in ("as_tensor", "asarray") and isinstance(args[0], torch.Tensor):
                     return x.to(wanted)

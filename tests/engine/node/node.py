@@ -17,10 +17,21 @@ a host wait inside `node.without_waits()`; a race between streams; memory freed 
 of the host that changes under a copy, or is read before it is there; a collective on tensors of the CPU; communicators
 used in orders that cannot all be kept (`order.py`); buffers that the backend keeps behind their wait (`check_buffers`).
 
-Not seen: operations inside C++ (a composite CUDA kernel that waits by itself, such as `sort` in some versions), memory
-read past torch (`data_ptr`, ctypes), what a dtype or an alignment costs, the real duration of anything,
-and gradients that go back over `.to(device)` from a GPU to the host. Triton's kernels run in its interpreter only:
-without it, an engine's attention, rotation, gate and sampler compute with torch, as where triton is not installed.
+Not seen:
+
+- inside C++: a kernel that waits by itself (`sort` in some versions), an operation that is several kernels; torch's own
+  DDP, FSDP2 and DTensor, whose C++ takes tensors for the CPU's, which they are. A tensor that a formula of autograd
+  makes is on the device of what it first meets;
+- gradients that go back over `.to(device)` from a GPU to the host;
+- memory read past torch (`data_ptr`, ctypes, DLPack); of pinned memory only that it has changed when its copy ends;
+- what kernels compute: they are the CPU's, so a dtype, shape or alignment that CUDA lacks passes, and sums are added up
+  in the CPU's order; a GPU's generator draws what the host's of the same seed draws;
+- Triton: its kernels run in its interpreter only. Without it minillm computes with torch, as where triton is not
+  installed; and nothing is compiled for a GPU;
+- time: kernels run when they are launched, one after the other. A race is found by the clocks of the streams and never
+  changes a number; nothing says how long a kernel, a copy or a wait takes;
+- room: no allocation fails, nothing is fragmented, a free block is the next allocation's whatever its size;
+- what lies between GPUs: links, their order in the node, NCCL's memory and faults (`tests/engine/comm/nccl_like.py`).
 """
 
 import contextlib
@@ -31,17 +42,18 @@ from unittest import mock
 
 import torch
 
-from minillm.model import elementwise_triton
+from minillm.model import elementwise_triton, kernels
 from minillm.model.kernels import triton
 from minillm.model.paged import backend
+from minillm.quantize import triton as products_triton
 from minillm.serve.sample import rows_triton
 from tests.engine.node import lies, streams
-from tests.engine.node.copies import HostCopy
+from tests.engine.node.copies import Copies
 from tests.engine.node.counting import COPIES, Call, Counting, Site, Watch, site
 from tests.engine.node.graphs import Capture
 from tests.engine.node.memory import Allocation, Memory
 from tests.engine.node.order import Entry
-from tests.engine.node.races import Access, NodeError, Races, Span, span_of
+from tests.engine.node.races import NodeError, Races, Span, span_of
 from tests.engine.node.streams import Devices
 
 EXPECTED_WAITS = ("native.py:gather_objects", "native.py:barrier")  # documented: the host waits on any backend
@@ -49,26 +61,27 @@ LAG = 20
 
 
 class ThreadState(threading.local):
-    """in_factory: how many factories of Python are under way in this thread."""
+    """in_factory: how many factories of Python are under way in this thread; target: device and non_blocking of its
+    `.to`, if one is."""
 
     in_factory = 0
+    target: tuple[torch.device | None, bool] | None = None
 
 
-class Node(Devices, Watch):
+class Node(Devices, Copies, Watch):
     """count: GPUs of the node; lag: how often an event says that it is not done yet before it is."""
 
     def __init__(self, count: int = 8, lag: int = LAG, keeps_tensors: bool = True) -> None:
-        super().__init__(count, Races())
+        Devices.__init__(self, count, Races())
+        Copies.__init__(self)
         self.lag, self.keeps_tensors = lag, keeps_tensors
         self.memory = Memory(self.races)
         self.counting = Counting(self)
-        self.target: tuple[torch.device | None, bool] | None = None  # of the `.to` under way, and its non_blocking
         self.mine = ThreadState()
         self.process_groups: list[Any] = []
         self.launched: list[Entry] = []
         self.makes_on: torch.device | None = None  # what is made without `device=`, as by torch.set_default_device
         self.stack: Any = None  # what takes the node away again, in a rank
-        self._copies: list[HostCopy] = []
         self._allowed: tuple[str, ...] | None = None
 
     # What programs are held to.
@@ -133,6 +146,7 @@ class Node(Devices, Watch):
         devices = {device for device in on.values() if device is not None}
         if not devices:
             return
+        self.check_generator(call.kwargs.get("generator"), min(devices, key=str), call.name)
         for x in [x for x, device in on.items() if device is None and self._is_from_cpp(x)]:
             on[x] = self.on_device_memory(x, min(devices, key=str)).device
         host = [x for x, device in on.items() if device is None and x.dim() and not call.is_view]
@@ -144,6 +158,13 @@ class Node(Devices, Watch):
         if len(devices) > 1 or host or any(self.device_of(x) is None for x in call.writes):
             places = ", ".join(f"{list(x.shape)} on {device or 'cpu'}" for x, device in on.items())
             raise NodeError(f"tensors of two devices in {call.name} at {site()}: {places}")
+
+    def check_generator(self, generator: torch.Generator | None, device: torch.device, name: str) -> None:
+        """RuntimeError as torch's, if the host's generator draws for a GPU: not in a program for the CPU that the node
+        has given another default device."""
+        if generator is not None and self.makes_on is None and generator.device.type != device.type:
+            found = f"Expected a '{device.type}' device type for generator but found '{generator.device.type}'"
+            raise RuntimeError(f"{found}, in {name} at {site()}")
 
     def after(self, call: Call, device: torch.device | None) -> None:
         if call.name in COPIES:
@@ -175,14 +196,6 @@ class Node(Devices, Watch):
         if self._allowed is not None and not at.is_within(self._allowed):
             raise NodeError(f"the host waits for {device}: {kind} at {at}")
 
-    def arrive(self, everything: bool = False) -> None:
-        """The host has waited for something: copies that it is behind of have arrived."""
-        done = [each for each in self._copies if everything or self.races.is_known_to_host(each.access)]
-        self._copies = [each for each in self._copies if each not in done]
-        with self.aside():
-            for each in done:
-                each.arrive()
-
     def _spans(self, tensors: Iterable[torch.Tensor]) -> list[Span]:
         found = []
         for x in tensors:
@@ -206,70 +219,11 @@ class Node(Devices, Watch):
             if allocation.pending is not None:
                 allocation.pending.fill()
             if allocation.device is None:
-                for copy in self._copies:
-                    if copy.to_host and copy.host.untyped_storage()._cdata == x.untyped_storage()._cdata:
-                        raise NodeError(
-                            f"the host touches memory at {site()} that a copy from the device, launched at "
-                            f"{copy.access.at}, has not reached: wait for an event behind the copy"
-                        )
+                self._check_host_read(x)
 
     def touched(self, x: torch.Tensor) -> None:
         """Python reads the memory of x past the dispatcher."""
         self._fill(x)
-
-    def _check_host_write(self, x: torch.Tensor, call: Call) -> None:
-        for copy in self._copies:
-            if not copy.to_host and copy.host.untyped_storage()._cdata == x.untyped_storage()._cdata:
-                raise NodeError(
-                    f"{call.name} at {site()} writes pinned memory that a copy to the device, launched at "
-                    f"{copy.access.at}, may still read: wait for an event behind the copy"
-                )
-
-    # Copies.
-
-    def _copy(self, call: Call) -> None:
-        if call.name == "_to_copy":
-            (target,), source = call.outputs, call.args[0]
-            here = self.device_of(source)
-            to, non_blocking = self.target or (here, False)
-            if to is not None:
-                self.memory.add(target, to, self.current_stream(to).stream_id)
-            elif here is not None and non_blocking:  # torch makes such a target pinned
-                self.memory.add(target, None, 0, pinned=True)
-            self._move(call, target, source, to, non_blocking)
-            return
-        non_blocking = bool(call.argument(2, "non_blocking", False))
-        pairs = zip(*call.args[:2], strict=True) if call.name == "_foreach_copy_" else [call.args[:2]]
-        for target, source in pairs:
-            self._move(call, target, source, self.device_of(target), non_blocking)
-
-    def _move(
-        self, call: Call, target: torch.Tensor, source: torch.Tensor, to: torch.device | None, non_blocking: bool
-    ) -> None:
-        here = self.device_of(source)
-        if here is None and to is None:
-            return
-        stream = self.current_stream(to if here is None else here).stream_id
-        access = self.races.launch(stream, call.name, self._spans([source]), self._spans([target]))
-        self.counting.launches[call.name] += 1
-        if here is None or to is None:
-            self._cross(access, source if here is None else target, here is not None, non_blocking, here or to)
-
-    def _cross(
-        self, access: Access, host: torch.Tensor, to_host: bool, non_blocking: bool, device: torch.device
-    ) -> None:
-        """Between host and device: without a wait only if the host's memory is pinned, and the caller asks for it."""
-        allocation = self.memory.of(host)
-        way = "to the host" if to_host else "to the device"
-        if not non_blocking:
-            self.counting.wait(f"blocking copy {way}", device)
-        elif allocation is None or not allocation.pinned:
-            self.counting.wait(f"copy {way} of pageable memory, which non_blocking does not help", device)
-        elif self.capture is None:
-            with self.aside():
-                self._copies.append(HostCopy(access, host.detach(), to_host))
-                if to_host:
-                    host.detach().fill_(float("nan") if host.is_floating_point() else host.dtype is torch.bool or -1)
 
     def pinned(self, x: torch.Tensor) -> Allocation:
         return self.memory.add(x, None, 0, pinned=True)
@@ -301,11 +255,11 @@ def pretend_node(**how: Any) -> Iterator[Node]:
 
 @contextlib.contextmanager
 def _no_triton_without_interpreter() -> Iterator[None]:
-    """Inside, the kernels that an engine takes on every GPU look as if triton were not installed, unless it
-    interprets them: the node's processor is none of a GPU."""
+    """Inside, minillm looks as if triton were not installed, unless it interprets kernels: the node's processor is none
+    of a GPU."""
     with contextlib.ExitStack() as stack:
         if triton is not None and not triton.knobs.runtime.interpret:
-            for module in (elementwise_triton, rows_triton):
+            for module in (kernels, elementwise_triton, products_triton, rows_triton):
                 stack.enter_context(mock.patch.object(module, "triton", None))
             stack.enter_context(mock.patch.object(backend, "find_spec", lambda name: None))
         yield

@@ -1,5 +1,5 @@
 """Faults planted in minillm, for ranks on the pretended node: `FAULTS[name]` says where, in which layout, and what the
-node has to say. The first five survived every test before there was the node.
+node has to say. `test_node_kinds.py` lists them by kind, with those that need no ranks.
 """
 
 import gc
@@ -174,6 +174,10 @@ def dropped_at_once(group: Group) -> None:
         work.wait()
 
 
+def collective_on_the_cpu(group: Group) -> None:
+    dist.all_reduce(torch.ones(3), group=group.process_group)
+
+
 PIPELINE = ParallelConfig(pp=2, accumulate=2)
 FAULTS = {
     "blocking copy in the norm": Fault(
@@ -210,6 +214,11 @@ FAULTS = {
     "bucket on the CPU": Fault(bucket_on_the_cpu, "blocking copy|two devices|is given a tensor on cpu"),
     "norm synchronizes": Fault(
         norm_synchronizes, "torch.cuda.synchronize at .*in by_kind", ParallelConfig(dp=2, zero=1)
+    ),
+    "collective on the CPU": Fault(
+        lambda patch: None,
+        r"all_reduce.* at .*in collective_on_the_cpu is given a tensor on cpu: NCCL takes tensors of this rank's cuda",
+        program=collective_on_the_cpu,
     ),
     "wait forgotten": Fault(wait_forgotten, "race between streams|never waited for", ParallelConfig(dp=2, zero=2)),
 }

@@ -6,6 +6,7 @@ done only when the host has waited for it, or after `lag` questions: a device fa
 
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -120,13 +121,28 @@ def _refuse_in_capture(what: str) -> None:
         NODE.races.capture.refuse(what)
 
 
+class Current(threading.local):
+    """Of one thread: it starts at GPU 0 and on default streams, wherever the thread that started it is."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.streams: dict[int, Stream] = {}
+
+
 class Devices:
-    """Which device and which stream of it are current in this process. Part of `Node`."""
+    """Which device and which stream of it are current in a thread. Part of `Node`."""
 
     def __init__(self, count: int, races: Races) -> None:
-        self.count, self.races, self.index = count, races, 0
+        self.count, self.races, self.current = count, races, Current()
         self._default: dict[int, Stream] = {}
-        self._current: dict[int, Stream] = {}
+
+    @property
+    def index(self) -> int:
+        return self.current.index
+
+    @index.setter
+    def index(self, index: int) -> None:
+        self.current.index = index
 
     def device(self, device: Any) -> torch.device:
         """With an index. ValueError for a device that is not on this node."""
@@ -150,10 +166,10 @@ class Devices:
         return self._default[index]
 
     def current_stream(self, device: Any = None) -> Stream:
-        return self._current.get(self.device(device).index) or self.default_stream(device)
+        return self.current.streams.get(self.device(device).index) or self.default_stream(device)
 
     def set_stream(self, stream: Stream) -> None:
-        self._current[stream.device.index] = stream
+        self.current.streams[stream.device.index] = stream
         self.index = stream.device.index
 
     @contextlib.contextmanager

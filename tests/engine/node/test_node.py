@@ -1,5 +1,6 @@
 """The pretended node by itself, in this process: eight GPUs, right numbers, and every kind of fault is named."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 from tests.engine.node.counting import Counting, Watch
 from tests.engine.node.node import Node, pretend_node
 from tests.engine.node.order import Entry, stuck
-from tests.engine.node.races import NodeError
 
 
 @pytest.fixture
@@ -59,6 +59,17 @@ def test_memory_is_counted_and_given_back(node: Node) -> None:
     x.untyped_storage().resize_(400)
     del x, y
     assert torch.cuda.memory_allocated() == before
+
+
+def test_a_new_thread_starts_at_gpu_0_and_on_its_default_stream(node: Node) -> None:
+    found = []
+    with torch.cuda.device(3), torch.cuda.stream(torch.cuda.Stream(3)):
+        thread = threading.Thread(
+            target=lambda: found.extend((torch.cuda.current_device(), torch.cuda.current_stream()))
+        )
+        thread.start()
+        thread.join()
+        assert found == [0, torch.cuda.default_stream(0)] and torch.cuda.current_device() == 3
 
 
 def test_a_device_behind_its_host_catches_up_in_the_end(node: Node) -> None:
@@ -136,6 +147,14 @@ WRONG: dict[str, tuple[Callable, str]] = {
     "nonzero": (lambda x, _: x.nonzero(), "waits for cuda:0: nonzero"),
     "mask": (lambda x, _: x[x > 0], "index with a mask, which needs its nonzero elements"),
     "index of the CPU": (lambda x, _: x[torch.tensor([1, 2])], "index with indices of the CPU"),
+    "generator of the CPU": (
+        lambda x, _: x.normal_(generator=torch.Generator()),
+        "Expected a 'cuda' device type for generator but found 'cpu', in normal_ at .*test_node.py",
+    ),
+    "drawn on the GPU by the CPU": (
+        lambda x, _: torch.randn(4, device="cuda", generator=torch.Generator()),
+        "Expected a 'cuda' device type for generator but found 'cpu', in randn",
+    ),
     "repeat": (lambda x, _: x.repeat_interleave(x.long()), "repeat_interleave without output_size"),
     "synchronize": (lambda x, _: torch.cuda.synchronize(), "torch.cuda.synchronize"),
     "event": (lambda x, _: torch.cuda.current_stream().record_event().synchronize(), "Event.synchronize"),
@@ -159,7 +178,7 @@ WRONG: dict[str, tuple[Callable, str]] = {
 def test_a_fault_is_named(fault: str, node: Node) -> None:
     program, message = WRONG[fault]
     x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
-    with pytest.raises((NodeError, TypeError), match=message), node.without_waits():
+    with pytest.raises((RuntimeError, TypeError), match=message), node.without_waits():
         program(x, side)
     node._copies.clear()
 
@@ -175,6 +194,7 @@ def test_what_is_right_passes(node: Node) -> None:
         on_device.record_stream(side)
         del on_device
         torch.cuda.current_stream().wait_stream(side)
+        y.add_(torch.rand(4, device="cuda", generator=torch.Generator("cuda")).mul_(0))
         back = (y * torch.tensor(2.0)).to("cpu", non_blocking=True)
         after.record()
         assert listed(x) == 4

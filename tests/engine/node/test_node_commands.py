@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from minillm.__main__ import run
-from tests.engine.node.launching import all_launches_on_a_node
+from tests.engine.node.launching import whole_machine
 from tests.engine.node.node import pretend_node
 
 pytestmark = pytest.mark.full
@@ -37,7 +37,7 @@ def test_train(layout: str, tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     expected = losses(f"{layout} --device cpu", folders[0])
-    with all_launches_on_a_node(force=False), pretend_node():
+    with whole_machine():
         found = losses(layout, folders[1])
     assert found == pytest.approx(expected, rel=1e-4)
 
@@ -47,7 +47,7 @@ def test_generate(options: str, capsys: pytest.CaptureFixture) -> None:
     argv = [*GENERATE.split(), "--temperature", "0", *options.split(), "def main"]
     assert run([*argv, "--device", "cpu"]) == 0
     expected = capsys.readouterr().out
-    with all_launches_on_a_node(force=False), pretend_node():
+    with whole_machine():
         assert run([*argv, "--device", "cuda"]) == 0
     assert capsys.readouterr().out == expected and len(expected) > len("def main")
 
