@@ -14,7 +14,7 @@ import torch
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab01_collectives import judge
-from course.shared.diagnose import expect_like, say_parts, say_sum
+from course.shared.diagnose import expect_like, say_parts, say_rounded, say_sum
 from course.shared.trials import refuse_ready_made, try_on_ranks
 from minillm.predict import comms
 
@@ -38,7 +38,7 @@ def check_reduce_scatter(learner: Callable) -> Receipt:
         for rank, trial in enumerate(ranks):
             expect_like(judge.who(rank, case), trial.result, total[rank], "its own chunk of the sum, [n / world_size]")
             if not torch.equal(trial.result.flatten(), total[rank]):
-                said = judge.say_rounded(trial.result, total[rank])
+                said = say_rounded(trial.result, total[rank])
                 said = said or say_sum(trial.result.flatten(), case.inputs, rank, case.world_size)
                 raise CheckFailed(f"{judge.who(rank, case)} returned a wrong chunk: {said}")
     refuse_ready_made(trials)
@@ -67,7 +67,7 @@ def check_all_gather(learner: Callable) -> Receipt:
             expect_like(judge.who(rank, case), trial.result, wanted, "all ranks' tensors in rank order")
             if not torch.equal(trial.result.flatten(), wanted):
                 said = say_parts(trial.result, case.inputs, known)
-                said = judge.say_rounded(trial.result, wanted) or f"{said}, not rank {said[6]}'s tensor"
+                said = say_rounded(trial.result, wanted) or f"{said}, not rank {said[6]}'s tensor"
                 raise CheckFailed(f"{judge.who(rank, case)} gathered wrongly: {said}")
     refuse_ready_made(trials)
     advice = "pass on only the chunk that came last, not everything you have"
@@ -184,7 +184,7 @@ def check_all_to_all(learner: Callable) -> Receipt:
             expect_like(name, trial.result, case.inputs[rank], "one part from every rank, as large as x")
             if not torch.equal(trial.result.flatten(), torch.cat(wanted)):
                 said = f"{say_parts(trial.result, wanted, known)}; place i is for part {rank} of rank i"
-                said = judge.say_rounded(trial.result, torch.cat(wanted)) or said
+                said = say_rounded(trial.result, torch.cat(wanted)) or said
                 raise CheckFailed(f"{name} holds the wrong parts: {said}")
     refuse_ready_made(trials)
     rows = judge.byte_rows(cases, trials, comms.pairwise_all_to_all, "send each rank only the part that is for it")
@@ -214,6 +214,7 @@ def check_culprit(learner: Callable) -> list[Row]:
         "the lowest rank has finished": ({low: [], b: [a], c: [a], a: []}, a),
         "the highest rank has finished": ({high: [], b: [a], c: [a], a: []}, a),
         "a circle of sends": ({a: [b], b: [c], c: [d], d: [a]}, None),
+        "a circle, and a rank outside that waits for one of it": ({low: [b], a: [b], b: [c], c: [a]}, None),
         "a circle, and a rank that has finished": ({low: [], a: [b], b: [c], c: [a]}, None),
     }
     rows = []

@@ -13,7 +13,7 @@ import torch
 
 from course.kit.exercises import CheckFailed
 from course.kit.receipts import Row, row
-from course.shared.diagnose import expect_like, say_sum, whole_numbers
+from course.shared.diagnose import expect_like, say_rounded, say_sum, whole_numbers
 from course.shared.trials import CollectiveCall, Trial, one_trial, rounds, run
 from minillm.comm import Group
 from minillm.predict import comms
@@ -75,13 +75,6 @@ def in_place(
         raise CheckFailed(f"{name} returned nothing (None): return x as well")
     if not trial.returned_input:
         raise CheckFailed(f"{name} wrote the right values into x but returned another tensor: return x itself")
-
-
-def say_rounded(found: torch.Tensor, wanted: torch.Tensor) -> str:
-    """A sentence if `found` is right to float32's digits where float64's are asked for, else ""."""
-    if wanted.dtype == torch.float64 and torch.allclose(found.flatten(), wanted.flatten(), rtol=1e-6, atol=0.01):
-        return "it is right to 7 digits only: x is float64, and something on the way is float32"
-    return ""
 
 
 def _close(x: torch.Tensor, wanted: torch.Tensor) -> bool:

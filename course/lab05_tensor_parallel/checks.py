@@ -20,6 +20,7 @@ from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, row
 from course.lab05_tensor_parallel import rank_programs
 from course.lab05_tensor_parallel.rank_programs import Layer, Operators, Passed, close, shown
+from course.shared.diagnose import say_rounded
 from minillm.predict import comms
 
 # What they are held to.
@@ -161,7 +162,7 @@ def judge_output(passed: Passed, alone: dict[str, Tensor], who: str, n: int) -> 
     """CheckFailed unless output and input gradient of a layer are those of one process."""
     found = passed.results["output"]
     if not close(found, alone["output"]):
-        said = "it is not the whole layer's"
+        said = say_rounded(found, alone["output"]) or "it is not the whole layer's"
         if close(found, alone["output"] / n):
             said = "it is an average; shares of a sum are added"
         raise CheckFailed(f"{who}: the output is wrong: {said}. Are whole inner numbers on one rank, and all summed?")

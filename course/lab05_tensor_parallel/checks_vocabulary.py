@@ -12,6 +12,7 @@ from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, row
 from course.lab05_tensor_parallel import rank_programs
 from course.lab05_tensor_parallel.rank_programs import Passed, Vocabulary, close, shown
+from course.shared.diagnose import say_rounded
 from minillm.predict import comms
 
 # What they are held to.
@@ -174,6 +175,8 @@ def _judge_loss(case: Vocabulary, rank: int, passed: Passed, right: Tensor, grad
         said = f"{found[place]:.4g} instead of {right[place]:.4g}"
         if not torch.isfinite(found[place]):
             said = f"it is {found[place]:g}: exp ran over or under. Subtract the largest logit of all ranks first"
+        elif rounded := say_rounded(found, right):
+            said = rounded
         elif close(found, own):
             said = "it is a loss over this rank's part of the vocabulary alone"
         elif torch.isclose(found[place], _with_own_maxima(case)[place], rtol=1e-9):
