@@ -14,7 +14,7 @@ import torch
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab01_collectives import judge
-from course.shared.diagnose import expect_like, say_parts, say_sum
+from course.shared.diagnose import expect_like, say_parts, say_rounded, say_sum
 from course.shared.trials import refuse_ready_made, try_on_ranks
 from minillm.predict import comms
 
@@ -38,7 +38,8 @@ def check_reduce_scatter(learner: Callable) -> Receipt:
         for rank, trial in enumerate(ranks):
             expect_like(judge.who(rank, case), trial.result, total[rank], "its own chunk of the sum, [n / world_size]")
             if not torch.equal(trial.result.flatten(), total[rank]):
-                said = say_sum(trial.result.flatten(), case.inputs, rank, case.world_size)
+                said = say_rounded(trial.result, total[rank])
+                said = said or say_sum(trial.result.flatten(), case.inputs, rank, case.world_size)
                 raise CheckFailed(f"{judge.who(rank, case)} returned a wrong chunk: {said}")
     refuse_ready_made(trials)
     advice = "in each round send one chunk, not the whole tensor"
@@ -66,7 +67,8 @@ def check_all_gather(learner: Callable) -> Receipt:
             expect_like(judge.who(rank, case), trial.result, wanted, "all ranks' tensors in rank order")
             if not torch.equal(trial.result.flatten(), wanted):
                 said = say_parts(trial.result, case.inputs, known)
-                raise CheckFailed(f"{judge.who(rank, case)} gathered wrongly: {said}, not rank {said[6]}'s tensor")
+                said = say_rounded(trial.result, wanted) or f"{said}, not rank {said[6]}'s tensor"
+                raise CheckFailed(f"{judge.who(rank, case)} gathered wrongly: {said}")
     refuse_ready_made(trials)
     advice = "pass on only the chunk that came last, not everything you have"
     rows = judge.byte_rows(cases, trials, _gathered(comms.ring_all_gather), advice)
@@ -92,7 +94,7 @@ def _gathered(cost: Callable[..., comms.Cost]) -> Callable[..., comms.Cost]:
 )
 def check_all_reduce(learner: Callable) -> Receipt:
     cases = [*judge.draw_cases(), *judge.draw_larger()]
-    means = judge.draw_cases(("avg",), worlds=(4, 3))
+    means = [*judge.draw_cases(("avg",), worlds=(4, 3)), *judge.draw_larger(("avg",))]
     trials = try_on_ranks(learner, [*cases, *means])
     for case, ranks in zip([*cases, *means], trials, strict=True):
         total = torch.stack(list(case.inputs)).sum(0)
@@ -149,7 +151,7 @@ def check_broadcast(learner: Callable) -> Receipt:
     ),
 )
 def check_hierarchical(learner: Callable) -> Receipt:
-    layouts, cases = ((3, 2), (2, 3)), judge.draw_cases(worlds=(6, 6))
+    layouts, cases = judge.draw_layouts()
     trials = judge.try_on_nodes(learner, layouts, cases)
     for (nodes, per_node), case, ranks in zip(layouts, cases, trials, strict=True):
         for rank, trial in enumerate(ranks):
@@ -181,8 +183,9 @@ def check_all_to_all(learner: Callable) -> Receipt:
             name, wanted = judge.who(rank, case), [x.chunk(n)[rank] for x in case.inputs]
             expect_like(name, trial.result, case.inputs[rank], "one part from every rank, as large as x")
             if not torch.equal(trial.result.flatten(), torch.cat(wanted)):
-                said = say_parts(trial.result, wanted, known)
-                raise CheckFailed(f"{name} holds the wrong parts: {said}; place i is for part {rank} of rank i")
+                said = f"{say_parts(trial.result, wanted, known)}; place i is for part {rank} of rank i"
+                said = say_rounded(trial.result, torch.cat(wanted)) or said
+                raise CheckFailed(f"{name} holds the wrong parts: {said}")
     refuse_ready_made(trials)
     rows = judge.byte_rows(cases, trials, comms.pairwise_all_to_all, "send each rank only the part that is for it")
     return receipt("all-to-all: P(N-1)/N bytes per rank", [*rows, *judge.message_rows(cases, trials)])
@@ -211,6 +214,7 @@ def check_culprit(learner: Callable) -> list[Row]:
         "the lowest rank has finished": ({low: [], b: [a], c: [a], a: []}, a),
         "the highest rank has finished": ({high: [], b: [a], c: [a], a: []}, a),
         "a circle of sends": ({a: [b], b: [c], c: [d], d: [a]}, None),
+        "a circle, and a rank outside that waits for one of it": ({low: [b], a: [b], b: [c], c: [a]}, None),
         "a circle, and a rank that has finished": ({low: [], a: [b], b: [c], c: [a]}, None),
     }
     rows = []

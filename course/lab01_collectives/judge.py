@@ -13,14 +13,15 @@ import torch
 
 from course.kit.exercises import CheckFailed
 from course.kit.receipts import Row, row
-from course.shared.diagnose import expect_like, say_sum, whole_numbers
+from course.shared.diagnose import expect_like, say_rounded, say_sum, whole_numbers
 from course.shared.trials import CollectiveCall, Trial, one_trial, rounds, run
-from minillm.comm import Group, Mesh
+from minillm.comm import Group
 from minillm.predict import comms
 
 WORLDS = (4, 3, 5, 2, 1)  # in the order in which a mistake is reported
 LARGER = (6, 7, 8)  # one of them is drawn, so that no number of ranks can be taken for the largest
 Layout = tuple[int, int]  # nodes, ranks per node
+LAYOUTS = ((3, 2), (2, 3))  # whose receipt is shown
 
 
 def draw_cases(
@@ -39,8 +40,19 @@ def draw_larger(
 ) -> list[CollectiveCall]:
     """One case more of a number of ranks that no receipt shows: judged, but without rows. In float64, with fractions
     that float32 would lose and that sums of so few keep."""
-    (case,) = draw_cases(arguments, (random.choice(worlds),), divisible)
-    return [CollectiveCall([x.double() + x.flip(0).double() / 2**20 for x in case.inputs], arguments)]
+    return list(map(_in_float64, draw_cases(arguments, (random.choice(worlds),), divisible)))
+
+
+def draw_layouts() -> tuple[list[Layout], list[CollectiveCall]]:
+    """Nodes and inputs for each: those that the receipt shows, then a drawn corner, with one node or one rank on each,
+    and a drawn layout in float64."""
+    layouts = [*LAYOUTS, random.choice(((2, 1), (1, 2))), random.choice(((2, 2), (4, 2), (2, 4)))]
+    *cases, last = draw_cases(worlds=[nodes * per_node for nodes, per_node in layouts])
+    return layouts, [*cases, _in_float64(last)]
+
+
+def _in_float64(case: CollectiveCall) -> CollectiveCall:
+    return CollectiveCall([x.double() + x.flip(0).double() / 2**20 for x in case.inputs], case.arguments)
 
 
 def who(rank: int, case: CollectiveCall) -> str:
@@ -50,16 +62,19 @@ def who(rank: int, case: CollectiveCall) -> str:
 def in_place(
     name: str, trial: Trial, before: torch.Tensor, wanted: torch.Tensor, say: Callable[[torch.Tensor], str]
 ) -> None:
-    """CheckFailed unless x became `wanted` (up to rounding) and was returned; `say` names the mistake behind x."""
+    """CheckFailed unless x became `wanted` (up to rounding of the last digit) and was returned; `say` names the mistake
+    behind x."""
     if trial.result is not None:
         expect_like(name, trial.result, wanted, "x itself")
     if not _close(trial.after, wanted):
         if trial.result is not None and _close(trial.result.view_as(wanted), wanted):
             raise CheckFailed(f"{name} returned the right values but did not write them into x (x.copy_ does)")
         changed = "wrong values in x" if not torch.equal(trial.after, before) else "x unchanged"
-        raise CheckFailed(f"{name} ended with {changed}: {say(trial.after)}")
+        raise CheckFailed(f"{name} ended with {changed}: {say_rounded(trial.after, wanted) or say(trial.after)}")
     if trial.result is None:
         raise CheckFailed(f"{name} returned nothing (None): return x as well")
+    if not trial.returned_input:
+        raise CheckFailed(f"{name} wrote the right values into x but returned another tensor: return x itself")
 
 
 def _close(x: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -122,10 +137,9 @@ def judge_tree(case: CollectiveCall, ranks: Sequence[Trial]) -> list[Row]:
 
 
 def try_on_nodes(learner: Callable, layouts: Sequence[Layout], cases: Sequence[CollectiveCall]) -> list[list[Trial]]:
-    """learner(x, group, node, across) once per layout of the same ranks; trials by layout and rank."""
-    world = cases[0].world_size
-    by_rank = run(_on_nodes, world, learner, layouts, cases)
-    return [[by_rank[rank][index] for rank in range(world)] for index in range(len(layouts))]
+    """learner(x, group, node, across) once per layout; trials by layout and rank."""
+    by_rank = run(_on_nodes, max(case.world_size for case in cases), learner, layouts, cases)
+    return [[by_rank[rank][index] for rank in range(case.world_size)] for index, case in enumerate(cases)]
 
 
 def say_two_level(case: CollectiveCall, rank: int, per_node: int, x: torch.Tensor) -> str:
@@ -139,8 +153,8 @@ def say_two_level(case: CollectiveCall, rank: int, per_node: int, x: torch.Tenso
 def judge_two_level(layout: Layout, case: CollectiveCall, ranks: Sequence[Trial]) -> list[Row]:
     """Rows for an all-reduce over nodes; CheckFailed if a rank takes more than its share to other nodes."""
     nodes, per_node = layout
-    size, world = case.inputs[0].numel(), case.world_size
-    cost = comms.hierarchical_all_reduce(size, 4, world, per_node)
+    size, itemsize, world = case.inputs[0].numel(), case.inputs[0].element_size(), case.world_size
+    cost = comms.hierarchical_all_reduce(size, itemsize, world, per_node)
     crossing = [_crossing(rank, trial, per_node) for rank, trial in enumerate(ranks)]
     inside = [trial.bytes - crosses for trial, crosses in zip(ranks, crossing, strict=True)]
     name, enough = f"{nodes} nodes of {per_node}", max(cost.inter.sent_per_rank)
@@ -155,12 +169,12 @@ def judge_two_level(layout: Layout, case: CollectiveCall, ranks: Sequence[Trial]
             f"{enough:,} are enough"
         )
         idle = [rank for rank, crosses in enumerate(crossing) if not crosses]
-        if idle and max(crossing) == max(comms.ring_all_reduce(size, 4, world).sent_per_rank):
+        if idle and max(crossing) == max(comms.ring_all_reduce(size, itemsize, world).sent_per_rank):
             raise CheckFailed(f"{head}: that is one flat ring over all ranks. Reduce inside the node first", rows)
         if idle:
             raise CheckFailed(f"{head}, and ranks {idle} send nothing there: let all ranks of a node share", rows)
         raise CheckFailed(f"{head}: take only your own 1/{per_node} across, so reduce-scatter in the node first", rows)
-    return rows
+    return [each for each in rows if layout in LAYOUTS or each.verdict == "off"]
 
 
 def byte_rows(
@@ -233,12 +247,20 @@ def say_culprit(name: str, table: dict[int, list[int]], found: Any, answer: int 
 
 def _on_nodes(
     group: Group, learner: Callable, layouts: Sequence[Layout], cases: Sequence[CollectiveCall]
-) -> list[Trial]:
-    trials = []
+) -> list[Trial | None]:
+    """One rank's trials; None where the layout has fewer ranks. Every rank helps to make every group."""
+    trials: list[Trial | None] = []
     for (nodes, per_node), case in zip(layouts, cases, strict=True):
-        mesh = Mesh(group, across=nodes, node=per_node)
-        call = partial(_call_two_level, learner, group, mesh.node, mesh.across)
-        trials.append(one_trial(case.inputs[group.rank].clone(), [group, mesh.node, mesh.across], call))
+        world, rank = nodes * per_node, group.rank
+        whole = group.subgroup(range(world), f"{world} ranks")
+        node = [group.subgroup(range(i * per_node, (i + 1) * per_node), "node") for i in range(nodes)]
+        across = [group.subgroup(range(i, world, per_node), "across") for i in range(per_node)]
+        if rank >= world:
+            trials.append(None)
+            continue
+        groups = [whole, node[rank // per_node], across[rank % per_node]]
+        call = partial(_call_two_level, learner, *groups)
+        trials.append(one_trial(case.inputs[rank].clone(), groups, call))
     return trials
 
 

@@ -137,7 +137,7 @@ mistake(
         "torch.empty_like(chunks[0])": "torch.empty(chunks[0].numel())",
         "send=(chunks[(r - s - 1) % n],": "send=(chunks[(r - s - 1) % n].float(),",
     },
-    expect="returned a wrong chunk",
+    expect="returned a wrong chunk: it is right to float32's digits only",
 )
 
 
@@ -215,7 +215,7 @@ mistake(
 )
 
 
-@mistake("ring-all-gather", "float32-on-the-wire", expect=r"rank \d of [678] gathered wrongly")
+@mistake("ring-all-gather", "float32-on-the-wire", expect=r"rank \d of [678] gathered wrongly: .*digits only")
 def passes_float32_on(x, group):
     n, r = group.world_size, group.rank
     out = x.new_empty(n * x.numel())
@@ -300,7 +300,13 @@ mistake(
     "ring-all-reduce",
     "sums-in-float32",
     {"reduce_scatter(x, group)": "reduce_scatter(x.float(), group)"},
-    expect=r"rank \d of [678] ended with wrong values",
+    expect=r"rank \d of [678] ended with wrong values .*digits only",
+)
+mistake(
+    "ring-all-reduce",
+    "returns-the-gathered-tensor",
+    {"return x.copy_(all_gather(mine, group))": "x.copy_(mine := all_gather(mine, group))\n    return mine"},
+    expect="returned another tensor: return x itself",
 )
 mistake(
     "ring-all-reduce",

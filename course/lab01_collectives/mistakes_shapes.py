@@ -106,7 +106,7 @@ mistake(
             "            x.copy_(buffer)"
         ),
     },
-    expect=r"rank \d of (9|10) with root=0 ended with wrong values",
+    expect=r"rank \d of (9|10) with root=0 ended with wrong values .*digits only",
 )
 
 
@@ -181,6 +181,12 @@ mistake(
     {"x.copy_(all_gather(mine, node))": "all_gather(mine, node)"},
     expect="did not write them into x",
 )
+mistake(
+    "hierarchical-all-reduce",
+    "sums-in-float32",
+    {"reduce_scatter(x, node)": "reduce_scatter(x.float(), node)"},
+    expect="nodes of [24] ended with wrong values .*digits only",
+)
 alternative(
     "hierarchical-all-reduce",
     "four-steps",
@@ -233,7 +239,7 @@ mistake(
 )
 
 
-@mistake("all-to-all", "float32-on-the-wire", expect=r"rank \d of [678] holds the wrong parts")
+@mistake("all-to-all", "float32-on-the-wire", expect=r"rank \d of [678] holds the wrong parts: .*digits only")
 def sends_float32(x, group):
     n, r = group.world_size, group.rank
     outgoing, parts = x.chunk(n), {r: x.chunk(n)[r].float()}

@@ -19,7 +19,8 @@ from torch import Tensor
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, row
 from course.lab05_tensor_parallel import rank_programs
-from course.lab05_tensor_parallel.rank_programs import Layer, Operators, Passed, close
+from course.lab05_tensor_parallel.rank_programs import Layer, Operators, Passed, close, shown
+from course.shared.diagnose import say_rounded
 from minillm.predict import comms
 
 # What they are held to.
@@ -42,21 +43,22 @@ from minillm.predict import comms
 def check_operators(learner: Any) -> Receipt:
     if not isinstance(learner, tuple) or len(learner) != 2:
         raise CheckFailed("the exercise asks for both classes: (Enter, Leave)")
-    cases = [_draw_operators(world) for world in (4, 3)]
+    cases = rank_programs.draw_cases(_draw_operators)
     rows: list[Row] = []
     for case, found in zip(cases, rank_programs.try_cases(rank_programs.run_operators, learner, cases), strict=True):
         n = case.world_size
         for rank, passed in enumerate(found):
             _judge_enter(case, rank, passed["enter"])
             _judge_leave(case, rank, passed["leave"])
-        cost = comms.ring_all_reduce(case.x.numel(), 8, n).sent_per_rank[0]
+        cost = comms.ring_all_reduce(case.x.numel(), case.x.element_size(), n).sent_per_rank[0]
         enter, leave = found[0]["enter"], found[0]["leave"]
-        rows += [
+        of_both = [
             row(f"f forward, {n} ranks", 0, enter.forward.bytes, "B"),
             row(f"f backward, {n} ranks", cost, enter.backward.bytes, "B"),
             row(f"g forward, {n} ranks", cost, leave.forward.bytes, "B"),
             row(f"g backward, {n} ranks", 0, leave.backward.bytes, "B"),
         ]
+        rows += shown(case, of_both)
     return Receipt("bytes sent by rank 0", tuple(rows))
 
 
@@ -84,10 +86,7 @@ def _judge_enter(case: Operators, rank: int, passed: Passed) -> None:
             "connection holds the same tensor: reduce a clone"
         )
     if not close(passed.results["crossed"], total):
-        raise CheckFailed(
-            f"{who}: right alone, but wrong where another group enters between forward and backward, as with tensor "
-            "and expert parallelism in one model: keep the group in ctx"
-        )
+        raise CheckFailed(f"{who}: {ANOTHER_GROUP}: keep the group in ctx")
 
 
 def _judge_leave(case: Operators, rank: int, passed: Passed) -> None:
@@ -128,7 +127,7 @@ def _judge_leave(case: Operators, rank: int, passed: Passed) -> None:
 def check_mlp(learner: Any) -> Receipt:
     if not isinstance(learner, tuple) or len(learner) != 2:
         raise CheckFailed("the exercise asks for both functions: (cut_mlp, mlp)")
-    cases = [rank_programs.draw_mlp(world) for world in (4, 3)]
+    cases = rank_programs.draw_cases(rank_programs.draw_mlp)
     found = rank_programs.try_cases(rank_programs.run_mlp, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, found, strict=True):
@@ -144,22 +143,26 @@ def check_mlp(learner: Any) -> Receipt:
                         f"{say_gradient(passed.results[f'd{i}'], wanted, n)}"
                     )
         whole = sum(w.nbytes for w in case.weights)
-        rows += [
-            row(f"bytes of weights per rank, {n} ranks: 1/{n} of {whole:,}", whole // n, ranks[0].held, "B"),
-            *direction_rows(case, ranks[0]),
-        ]
-        refuse_extra(rows, case, ranks)
+        held = row(f"bytes of weights per rank, {n} ranks: 1/{n} of {whole:,}", whole // n, ranks[0].held, "B")
+        of_both = [held, *direction_rows(case, ranks[0])]
+        refuse_extra([*rows, *of_both], case, ranks)
+        rows += shown(case, of_both)
     return Receipt("one all-reduce in either direction", tuple(rows))
 
 
 # Shared by the verifiers of this lab.
+
+ANOTHER_GROUP = (
+    "right alone, but wrong where another group comes between forward and backward, as with tensor and expert "
+    "parallelism in one model"
+)
 
 
 def judge_output(passed: Passed, alone: dict[str, Tensor], who: str, n: int) -> None:
     """CheckFailed unless output and input gradient of a layer are those of one process."""
     found = passed.results["output"]
     if not close(found, alone["output"]):
-        said = "it is not the whole layer's"
+        said = say_rounded(found, alone["output"]) or "it is not the whole layer's"
         if close(found, alone["output"] / n):
             said = "it is an average; shares of a sum are added"
         raise CheckFailed(f"{who}: the output is wrong: {said}. Are whole inner numbers on one rank, and all summed?")
@@ -180,7 +183,7 @@ def say_gradient(found: Any, wanted: Tensor, n: int) -> str:
 
 def direction_rows(case: Layer, passed: Passed) -> list[Row]:
     """The bytes of either direction beside one all-reduce of the activations."""
-    cost = comms.ring_all_reduce(case.x.numel(), 8, case.world_size).sent_per_rank[0]
+    cost = comms.ring_all_reduce(case.x.numel(), case.x.element_size(), case.world_size).sent_per_rank[0]
     return [
         row(f"    forward, bytes sent: {passed.forward}", cost, passed.forward.bytes, "B"),
         row(f"    backward, bytes sent: {passed.backward}", cost, passed.backward.bytes, "B"),
@@ -189,7 +192,7 @@ def direction_rows(case: Layer, passed: Passed) -> list[Row]:
 
 def refuse_extra(rows: Sequence[Row], case: Layer, ranks: Sequence[Passed]) -> None:
     """CheckFailed if right values took more than one all-reduce in either direction."""
-    cost = comms.ring_all_reduce(case.x.numel(), 8, case.world_size).sent_per_rank
+    cost = comms.ring_all_reduce(case.x.numel(), case.x.element_size(), case.world_size).sent_per_rank
     for rank, passed in enumerate(ranks):
         for name, traffic in (("forward", passed.forward), ("backward", passed.backward)):
             if traffic.calls.total() > 1 or traffic.bytes > cost[rank]:

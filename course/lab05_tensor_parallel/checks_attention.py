@@ -10,8 +10,14 @@ from course.kit import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, row
 from course.lab05_tensor_parallel import rank_programs, rank_programs_order
-from course.lab05_tensor_parallel.checks import direction_rows, judge_output, refuse_extra, say_gradient
-from course.lab05_tensor_parallel.rank_programs import Layer, Passed, close
+from course.lab05_tensor_parallel.checks import (
+    ANOTHER_GROUP,
+    direction_rows,
+    judge_output,
+    refuse_extra,
+    say_gradient,
+)
+from course.lab05_tensor_parallel.rank_programs import Layer, Passed, close, shown
 from minillm.predict import comms
 
 ANSWERS = answers_of("05_tensor_parallel")
@@ -35,20 +41,24 @@ def check_attention(learner: Any) -> Receipt:
     if not isinstance(learner, tuple) or len(learner) != 2:
         raise CheckFailed("the exercise asks for both functions: (local_heads, attention)")
     shapes = [(8, 4, 2), (8, 2, 4), (4, 4, 4), (6, 3, 3)]
-    for heads, kv_heads, world in [*shapes, (32, 8, 8), (16, 1, 4)]:
+    others = [(*rank_programs.draw_heads(world), world) for world in random.sample(range(2, 13), 4)]
+    for heads, kv_heads, world in [*shapes, (32, 8, 8), (16, 1, 4), *others]:
         _judge_heads(learner[0], heads, kv_heads, world)
     cases = [rank_programs.draw_attention(*shape) for shape in shapes]
+    larger = random.choice(rank_programs.LARGER)
+    cases.append(rank_programs.in_float32(rank_programs.draw_attention(*rank_programs.draw_heads(larger), larger)))
     found = rank_programs.try_cases(rank_programs.run_attention, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, found, strict=True):
         _judge_attention(case, ranks)
         (heads, kv_heads), n = case.heads, case.world_size
         kept = sum(len(keys) for _, keys in (ANSWERS.local_heads(heads, kv_heads, rank, n) for rank in range(n)))
-        rows += [
+        of_both = [
             row(f"{heads} heads, {kv_heads} kv heads, {n} ranks: kv heads held, copies included", None, kept),
             *direction_rows(case, ranks[0]),
         ]
-        refuse_extra(rows, case, ranks)
+        refuse_extra([*rows, *of_both], case, ranks)
+        rows += shown(case, of_both)
     return Receipt("attention by heads", tuple(rows))
 
 
@@ -105,7 +115,7 @@ def _judge_attention(case: Layer, ranks: Sequence[Passed]) -> None:
     ),
 )
 def check_column(learner: Any) -> Receipt:
-    cases = [_draw_column(world) for world in (4, 3)]
+    cases = rank_programs.draw_cases(_draw_column)
     found = rank_programs.try_cases(rank_programs_order.run_column, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, found, strict=True):
@@ -126,11 +136,15 @@ def check_column(learner: Any) -> Receipt:
                 said = "this rank's share alone" if close(passed.results["dx"], share) else "wrong"
                 raise CheckFailed(f"{who}: the gradient of x is {said}; the exercise asks for the sum over the ranks")
             _judge_order(passed.results["log"], who)
-        cost = comms.ring_all_reduce(case.x.numel(), 8, n).sent_per_rank[0]
-        rows += [
+            if not all(map(close, passed.results["crossed"], (alone["dx"], alone["d0"].chunk(n)[rank]))):
+                raise CheckFailed(f"{who}: {ANOTHER_GROUP}: keep x, weight and group in ctx")
+        cost = comms.ring_all_reduce(case.x.numel(), case.x.element_size(), n).sent_per_rank[0]
+        log = ", ".join(ranks[0].results["log"])
+        of_backward = [
             row(f"{n} ranks: bytes sent in backward", cost, ranks[0].backward.bytes, "B"),
-            row(f"    the all-reduce under way while dW is computed: {', '.join(ranks[0].results['log'])}", True, True),
+            row(f"    the all-reduce under way while dW is computed: {log}", True, True),
         ]
+        rows += shown(case, of_backward)
     return Receipt("dX travels while dW is computed", tuple(rows))
 
 
@@ -156,6 +170,6 @@ def _judge_order(log: list[str], who: str) -> None:
 
 def _draw_column(world: int) -> Layer:
     tokens, hidden = random.sample(range(4, 8), 2)
-    rows = 8 + random.randint(1, 3)  # of each rank; the three sizes differ, so that products can be told apart
+    rows = 8 + random.randint(1, 9)  # of each rank; the three sizes differ, so that products can be told apart
     weight = rank_programs.randn(rows * world, hidden) / 2
     return Layer(rank_programs.randn(tokens, hidden), (weight,), rank_programs.randn(tokens, rows * world), world)

@@ -4,12 +4,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, row
 from course.lab05_tensor_parallel import rank_programs, rank_programs_order
-from course.lab05_tensor_parallel.rank_programs import Layer, Passed, close
+from course.lab05_tensor_parallel.checks import ANOTHER_GROUP
+from course.lab05_tensor_parallel.rank_programs import Layer, Passed, close, shown
 from minillm.predict import comms
 
 # What they are held to.
@@ -29,39 +31,43 @@ from minillm.predict import comms
 def check_sequence(learner: Any) -> Receipt:
     if not isinstance(learner, tuple) or len(learner) != 3:
         raise CheckFailed("the exercise asks for three: (GatherIn, ScatterOut, sum_norm_gradients)")
-    cases = [_draw_blocks(world) for world in (4, 3)]
-    found = rank_programs.try_cases(rank_programs_order.run_sequence, learner, cases)
+    cases = rank_programs.draw_cases(_draw_blocks)
+    by_case = rank_programs.try_cases(rank_programs_order.run_sequence, learner, cases)
     rows: list[Row] = []
-    for case, ranks in zip(cases, found, strict=True):
+    for case, ranks in zip(cases, by_case, strict=True):
         n, alone = case.world_size, case.alone(rank_programs_order.whole_blocks)
         for rank, passed in enumerate(ranks):
             _judge_blocks(case, alone, rank, passed)
         for rank, passed in enumerate(ranks):
             _judge_norms(case, alone, rank, passed, [other.results["own"] for other in ranks])
-        cost = 2 * comms.ring_all_reduce(case.x.numel(), 8, n).sent_per_rank[0]  # two blocks
-        rows += [
+        cost = 2 * comms.ring_all_reduce(case.x.numel(), case.x.element_size(), n).sent_per_rank[0]  # two blocks
+        sums = ranks[0].results["sums"]
+        found = [
             row(f"{n} ranks, forward: {ranks[0].forward}; bytes of 2 all-reduces", cost, ranks[0].forward.bytes, "B"),
             row(f"    backward: {ranks[0].backward}", cost, ranks[0].backward.bytes, "B"),
-            row("    norm gradients: collectives", 1, ranks[0].results["sums"].calls.total()),
+            row("    norm gradients: collectives", 1, sums.calls.total()),
         ]
         for name, traffic in (("forward", ranks[0].forward), ("backward", ranks[0].backward)):
             if traffic.bytes > cost:
                 raise CheckFailed(
                     f"right values, but {name} called {traffic} and sent {traffic.bytes:,} bytes, where {cost:,} are "
                     "enough: where shares are summed, a rank needs its own rows of the sum only",
-                    rows,
+                    [*rows, *found],
                 )
-        if ranks[0].results["sums"].calls.total() > 1:
+        if sums.calls.total() > 1:
             raise CheckFailed(
-                f"right values, but the norms' gradients took {ranks[0].results['sums']}: they are tiny, so latency "
-                "is all they cost. Put them into one tensor",
-                rows,
+                f"right values, but the norms' gradients took {sums}: they are tiny, so latency is all they cost. Put "
+                "them into one tensor",
+                [*rows, *found],
             )
+        if sums.calls["all_reduce"] != 1:
+            raise CheckFailed(f"right values, but the norms' gradients took {sums}, where one all-reduce sends less")
+        rows += shown(case, found)
     return Receipt("the bytes of tensor parallelism, the norms on 1/t of the tokens", tuple(rows))
 
 
 def _draw_blocks(world: int) -> Layer:
-    hidden, inner, tokens = random.randint(4, 6), world * random.randint(2, 3), world * random.randint(2, 3)
+    hidden, inner, tokens = random.randint(4, 9), world * random.randint(2, 3), world * random.randint(2, 4)
     weights = [1 + rank_programs.randn(hidden) / 4 for _ in range(2)]
     weights += [rank_programs.randn(*shape) / 2 for _ in range(2) for shape in ((inner, hidden), (hidden, inner))]
     return Layer(rank_programs.randn(tokens, hidden), tuple(weights), rank_programs.randn(tokens, hidden), world)
@@ -103,5 +109,10 @@ def _judge_norms(
             f"rank {rank} of {n}: right sums, but in new tensors: write them into the .grad that is there (copy_), "
             "which may be a view of a bucket"
         )
-    if not (passed.results["unequal"] == n * (n + 1) / 2).all():
-        raise CheckFailed(f"rank {rank} of {n}: wrong for norms of 3 and of 2 weights: they may differ in length")
+    unequal = passed.results["unequal"]
+    if not torch.equal(unequal, n * torch.arange(len(unequal)).to(unequal) + n * (n - 1) / 2):
+        raise CheckFailed(f"rank {rank} of {n}: wrong for three norms of several lengths: each has its own")
+    x_gradient, share_gradient = n * case.output_gradient.chunk(n)[rank], case.output_gradient
+    crossed = passed.results["crossed"]
+    if crossed is None or not all(map(close, crossed, (x_gradient, share_gradient))):
+        raise CheckFailed(f"rank {rank} of {n}: {ANOTHER_GROUP}: keep the group in ctx")

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,8 @@ from torch import Tensor
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, row
 from course.lab05_tensor_parallel import rank_programs
-from course.lab05_tensor_parallel.rank_programs import Passed, Vocabulary, close
+from course.lab05_tensor_parallel.rank_programs import Passed, Vocabulary, close, shown
+from course.shared.diagnose import say_rounded
 from minillm.predict import comms
 
 # What they are held to.
@@ -27,17 +29,18 @@ from minillm.predict import comms
     ),
 )
 def check_embedding(learner: Callable) -> Receipt:
-    cases = [_draw_embedding(world) for world in (4, 3)]
-    found = rank_programs.try_cases(rank_programs.run_vocabulary, learner, cases)
+    cases = rank_programs.draw_cases(_draw_embedding)
+    cases.append(_of_one_rank(cases[-1]))
+    by_case = rank_programs.try_cases(rank_programs.run_vocabulary, learner, cases)
     rows: list[Row] = []
-    for case, ranks in zip(cases, found, strict=True):
+    for case, ranks in zip(cases, by_case, strict=True):
         table = rank_programs.leaf(case.table)
         F.embedding(case.ids, table).backward(case.output_gradient)
         for rank, passed in enumerate(ranks):
             _judge_embedding(case, rank, passed, table.grad)
         n, numbers = case.world_size, case.output_gradient.numel()
-        cost = comms.ring_all_reduce(numbers, 8, n).sent_per_rank[0]
-        rows += [
+        cost = comms.ring_all_reduce(numbers, case.table.element_size(), n).sent_per_rank[0]
+        found = [
             row(f"{n} ranks: bytes of the table per rank, 1/{n}", case.table.nbytes // n, ranks[0].held, "B"),
             row(f"    forward, bytes sent: {ranks[0].forward}", cost, ranks[0].forward.bytes, "B"),
             row(f"    backward, bytes sent: {ranks[0].backward}", 0, ranks[0].backward.bytes, "B"),
@@ -46,17 +49,25 @@ def check_embedding(learner: Callable) -> Receipt:
             raise CheckFailed(
                 f"right values, but forward called {ranks[0].forward} and backward {ranks[0].backward}: one all-reduce "
                 f"of the {numbers} looked-up numbers is enough, and the rows' gradients stay where the rows are",
-                rows,
+                [*rows, *found],
             )
+        rows += shown(case, found)
     return Receipt("an embedding cut by rows", tuple(rows))
 
 
 def _draw_embedding(world: int) -> Vocabulary:
-    vocab, hidden = world * random.randint(20, 30), random.randint(3, 6)
-    ids = torch.randint(vocab, (9,))
+    vocab, hidden, tokens = world * random.randint(20, 30), random.randint(3, 6), 2 * world + random.randint(2, 5)
+    ids = torch.randint(vocab, (tokens,))
     ids[:world] = torch.arange(world) * (vocab // world)  # the first row of every rank
     ids[world : 2 * world] = ids[:world] + vocab // world - 1  # and the last
-    return Vocabulary(rank_programs.randn(vocab, hidden), ids, rank_programs.randn(9, hidden), world)
+    ids[-1] = ids[0]  # one of them twice
+    return Vocabulary(rank_programs.randn(vocab, hidden), ids, rank_programs.randn(tokens, hidden), world)
+
+
+def _of_one_rank(case: Vocabulary) -> Vocabulary:
+    """The same, but one rank holds the rows of all tokens."""
+    share = len(case.table) // case.world_size
+    return replace(case, ids=case.ids % share + share * random.randrange(case.world_size))
 
 
 def _refuse_changes(passed: Passed, who: str) -> None:
@@ -106,42 +117,45 @@ def _judge_embedding(case: Vocabulary, rank: int, passed: Passed, gradient: Tens
     ),
 )
 def check_loss(learner: Callable) -> Receipt:
-    cases = [_draw_loss(world) for world in (4, 3)]
-    found = rank_programs.try_cases(rank_programs.run_vocabulary, learner, cases)
+    cases = rank_programs.draw_cases(_draw_loss)
+    by_case = rank_programs.try_cases(rank_programs.run_vocabulary, learner, cases)
     rows: list[Row] = []
-    for case, ranks in zip(cases, found, strict=True):
+    for case, ranks in zip(cases, by_case, strict=True):
         logits, n, tokens = rank_programs.leaf(case.table), case.world_size, len(case.ids)
         right = F.cross_entropy(logits, case.ids, reduction="none")
         right.backward(case.output_gradient)
         for rank, passed in enumerate(ranks):
             _judge_loss(case, rank, passed, right.detach(), logits.grad)
         sent, largest = max(p.forward.bytes for p in ranks), max(p.forward.largest for p in ranks)
-        gathered = comms.ring_all_gather(case.table.numel(), 8, n).sent_per_rank[0]
-        rows += [
+        itemsize = case.table.element_size()
+        most, gathered = 3 * itemsize * tokens * (n - 1), comms.ring_all_gather(case.table.numel(), itemsize, n)
+        found = [
             row(
                 f"{n} ranks, {case.table.shape[1] // n} logits each: at most 3 numbers a token sent to each rank",
                 True,
-                sent <= 3 * 8 * tokens * (n - 1),
+                sent <= most,
             ),
             row("    bytes sent by rank 0", None, ranks[0].forward.bytes, "B"),
-            row("    for gathering the logits it would be", None, gathered, "B"),
+            row("    for gathering the logits it would be", None, gathered.sent_per_rank[0], "B"),
             row("    backward, bytes sent", 0, ranks[0].backward.bytes, "B"),
         ]
-        if sent > 3 * 8 * tokens * (n - 1):
+        if sent > most:
             raise CheckFailed(
                 f"right values, but a rank sends {sent:,} bytes for {tokens} tokens, in tensors of up to {largest} "
                 "numbers: the logits stay where they are, three numbers per token travel",
-                rows,
+                [*rows, *found],
             )
         if ranks[0].backward.calls:
             raise CheckFailed(
-                f"right values, but backward called {ranks[0].backward}: softmax minus one-hot is local", rows
+                f"right values, but backward called {ranks[0].backward}: softmax minus one-hot is local",
+                [*rows, *found],
             )
+        rows += shown(case, found)
     return Receipt("a loss without the logits in one place", tuple(rows))
 
 
 def _draw_loss(world: int) -> Vocabulary:
-    share, tokens = random.randint(20, 30), 8
+    share, tokens = random.randint(20, 30), random.randint(6, 12)
     logits = 3 * rank_programs.randn(tokens, world * share)
     logits[0] += 900.0  # exp of it is infinite
     logits[1] -= 900.0  # the sum of exp is zero
@@ -161,6 +175,8 @@ def _judge_loss(case: Vocabulary, rank: int, passed: Passed, right: Tensor, grad
         said = f"{found[place]:.4g} instead of {right[place]:.4g}"
         if not torch.isfinite(found[place]):
             said = f"it is {found[place]:g}: exp ran over or under. Subtract the largest logit of all ranks first"
+        elif rounded := say_rounded(found, right):
+            said = rounded
         elif close(found, own):
             said = "it is a loss over this rank's part of the vocabulary alone"
         elif torch.isclose(found[place], _with_own_maxima(case)[place], rtol=1e-9):

@@ -66,6 +66,12 @@ mistake(
     },
     expect="keep the group in ctx",
 )
+mistake(
+    "conjugate-operators",
+    "sums-in-float64",
+    {"share.clone()": "share.double()"},
+    expect="returned torch.float64 for inputs of torch.float32",
+)
 mistake("conjugate-operators", "changes-its-input", {"share.clone()": "share"}, expect="forward changed its input")
 
 

@@ -108,6 +108,12 @@ mistake(
     },
     expect="is computed 2 times",
 )
+mistake(
+    "overlapped-input-gradient",
+    "saved-in-the-class",
+    {"ctx.save_for_backward(x, weight)": "ColumnLinear.saved = x, weight", "ctx.saved_tensors": "ColumnLinear.saved"},
+    expect="keep x, weight and group in ctx",
+)
 alternative(
     "overlapped-input-gradient",
     "dx-in-two-halves",

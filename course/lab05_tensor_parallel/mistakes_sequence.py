@@ -94,5 +94,24 @@ mistake(
         ),
         "flat.split([p.numel() for p in parameters])": "flat.chunk(len(parameters))",
     },
-    expect="wrong for norms of 3 and of 2|size",
+    expect="wrong for three norms of several lengths|size",
+)
+mistake(
+    "sequence-parallel",
+    "gathers-the-norms",
+    {
+        "group.all_reduce(torch.cat([p.grad.flatten() for p in parameters]))": (
+            "group.all_gather(torch.cat([p.grad.flatten() for p in parameters])).view(group.world_size, -1).sum(0)"
+        )
+    },
+    expect="1 all_gather, where one all-reduce sends less",
+)
+mistake(
+    "sequence-parallel",
+    "group-in-the-class",
+    {
+        "ctx.group = group\n        return group.all_gather": "GatherIn.group = group\n        return group.all_gather",
+        "ctx.group.reduce_scatter(gradient": "GatherIn.group.reduce_scatter(gradient",
+    },
+    expect="keep the group in ctx",
 )

@@ -142,6 +142,15 @@ mistake(
     {"logits = logits - highest[:, None]": "with torch.no_grad():\n        logits -= highest[:, None]"},
     expect="changed its input",
 )
+mistake(
+    "vocabulary-cross-entropy",
+    "in-float32",
+    {
+        "logits = logits - highest[:, None]": "logits = (logits - highest[:, None]).float()",
+        "- target": "- target.double()",
+    },
+    expect="of token 0 is wrong: it is right to float32's digits only",
+)
 alternative(
     "vocabulary-cross-entropy",
     "three-all-reduces",

@@ -10,21 +10,46 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from course.kit.exercises import CheckFailed
+from course.kit.receipts import Row
 from course.shared.groups import on_groups
 from course.shared.sharding import by_case, list_calls
 from course.shared.trials import run
 from minillm import measure
 from minillm.comm import Group, RankError
 
-CLOSE = 1e-9  # relative error that another order of summation can explain in float64
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative error that another order of summation can explain
+WORLDS = (4, 3)  # of which a receipt has rows, in float64
+LARGER = (5, 6)  # one of them is drawn and judged without rows, in float32: no world or dtype is the only one
+Case = TypeVar("Case")
+
+
+def draw_cases(draw: Callable[[int], Case]) -> list[Case]:
+    """draw(world size) for those that a receipt shows and for a larger one, in float32."""
+    return [*map(draw, WORLDS), in_float32(draw(random.choice(LARGER)))]
+
+
+def in_float32(case: Case) -> Case:
+    """The same case, a dataclass, with its float64 tensors in float32."""
+    return replace(case, **{each.name: _cast(getattr(case, each.name)) for each in fields(case)})
+
+
+def _cast(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    return type(value)(map(_cast, value)) if isinstance(value, (list, tuple)) else value
+
+
+def shown(case: Any, rows: Sequence[Row]) -> list[Row]:
+    """The rows of a case that the receipt shows; of the larger world only those that are off."""
+    return [each for each in rows if case.world_size not in LARGER or each.verdict == "off"]
 
 
 @dataclass(frozen=True)
@@ -50,10 +75,9 @@ class Passed:
 
 
 def try_cases(program: Callable[..., Any], learner: Any, cases: Sequence[Any]) -> list[list[Any]]:
-    """What `program` brings back from 4 ranks, by case and rank; what a rank said about the answer is said to the
-    learner."""
+    """What `program` brings back, by case and rank; what a rank said about the answer is said to the learner."""
     try:
-        return by_case(run(program, 4, learner, cases), cases)
+        return by_case(run(program, max(case.world_size for case in cases), learner, cases), cases)
     except RankError as error:
         if said := re.search(r"raised CheckFailed: (.+)", str(error)):
             raise CheckFailed(said[1]) from None
@@ -74,6 +98,8 @@ def there_and_back(
         raise CheckFailed(f"it returned {output!r} where a tensor is asked for: is there a return?")
     if output.shape != output_gradient.shape:
         raise CheckFailed(f"it returned {list(output.shape)}, but the exercise asks for {list(output_gradient.shape)}")
+    if output.dtype != output_gradient.dtype:
+        raise CheckFailed(f"it returned {output.dtype} for inputs of {output_gradient.dtype}: keep their dtype")
     if not output.requires_grad:
         raise CheckFailed(
             "autograd cannot pass through it: a collective has no backward of its own, so what it returns is a new "
@@ -91,9 +117,15 @@ def leaf(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_()
 
 
+def alone(group: Group) -> Group:
+    """A group of this rank only, another group than the exercise's. Every rank of `group`, the world, calls it."""
+    return [group.subgroup([rank], f"rank {rank} alone") for rank in range(group.world_size)][group.rank]
+
+
 def close(found: Any, wanted: Tensor) -> bool:
-    same = isinstance(found, Tensor) and found.shape == wanted.shape
-    return same and torch.allclose(found.double(), wanted.double(), rtol=CLOSE, atol=1e-11)
+    same, relative = isinstance(found, Tensor) and found.shape == wanted.shape, CLOSE[wanted.dtype]
+    absolute = relative if wanted.dtype == torch.float32 else 1e-11
+    return same and torch.allclose(found.double(), wanted.double(), rtol=relative, atol=absolute)
 
 
 def randn(*shape: int) -> Tensor:
@@ -121,15 +153,15 @@ def run_operators(group: Group, learner: Any, cases: Sequence[Operators]) -> lis
 
     "crossed" is the gradient of x where Enter met another group between this forward and its backward pass.
     """
+    other = alone(group)
 
     def run(case: Operators, part: Group) -> dict[str, Passed]:
         enter, leave = learner
-        alone = [part.subgroup([rank], f"rank {rank} alone") for rank in range(part.world_size)][part.rank]
         x, handed = leaf(case.x), case.gradients[part.rank].clone()
         first = there_and_back(lambda: enter.apply(x, part), handed, {"x": x})
         crossed = leaf(case.x)
         output = enter.apply(crossed, part)
-        enter.apply(leaf(case.x), alone)
+        enter.apply(leaf(case.x), other)
         output.backward(case.gradients[part.rank].clone())
         share = leaf(case.partials[part.rank])
         second = there_and_back(lambda: leave.apply(share, part), case.gradients[0].clone(), {"x": share})
@@ -167,7 +199,7 @@ def whole_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def draw_mlp(world: int) -> Layer:
-    hidden, inner = (world * times for times in random.sample(range(2, 5), 2))  # both divide: any cut is possible
+    hidden, inner = (world * times for times in random.sample(range(2, 7), 2))  # both divide: any cut is possible
     tokens, shapes = random.randint(3, 5), ((inner, hidden), (inner, hidden), (hidden, inner))
     weights = tuple(randn(*shape) / 2 for shape in shapes)
     return Layer(randn(tokens, hidden), weights, randn(tokens, hidden), world)
@@ -210,6 +242,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def whole_attention(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
     return attend(x @ q.T, x @ k.T, x @ v.T) @ o.T
+
+
+def draw_heads(world: int) -> tuple[int, int]:
+    """(query heads, kv heads) for so many ranks: each has kv heads of its own, or several hold the same one."""
+    shared = [kv_heads for kv_heads in range(1, world) if world % kv_heads == 0]
+    kv_heads = random.choice([*shared, world, 2 * world])
+    return random.randint(1, 3) * max(kv_heads, world), kv_heads
 
 
 def draw_attention(heads: int, kv_heads: int, world: int) -> Layer:

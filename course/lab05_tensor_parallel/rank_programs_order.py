@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab05_tensor_parallel.rank_programs import Layer, Passed, leaf, there_and_back, traffic
+from course.lab05_tensor_parallel.rank_programs import Layer, Passed, alone, leaf, there_and_back, traffic
 from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group
@@ -23,8 +23,10 @@ def run_sequence(group: Group, learner: Any, cases: Sequence[Layer]) -> list[Pas
     """x + mlp(norm(x)), twice over, on shards of the sequence; then the norms' gradients are summed.
 
     weights: two norms, two layers of (gate, down). "sums" is the traffic of the third piece, "moved" whether it put
-    another tensor into .grad, "unequal" what it makes of norms of two widths.
+    another tensor into .grad, "unequal" what it makes of norms of several widths, "crossed" the gradients where both
+    operators met another group between forward and backward.
     """
+    other = alone(group)
 
     def run(case: Layer, part: Group) -> Passed:
         gather, scatter, sum_gradients = learner
@@ -45,16 +47,33 @@ def run_sequence(group: Group, learner: Any, cases: Sequence[Layer]) -> list[Pas
         own, places = [norm.grad.clone() for norm in norms], [norm.grad.data_ptr() for norm in norms]
         with measure.ledger() as led:
             sum_gradients(norms, part)
-        unequal = [leaf(torch.zeros(3, dtype=x.dtype)), leaf(torch.zeros(2, dtype=x.dtype))]
-        for norm in unequal:
-            norm.grad = torch.full_like(norm, 1.0 + rank)
+        widths = (case.x.shape[1] + 1, case.x.shape[0], 1)
+        unequal = [leaf(torch.zeros(width, dtype=x.dtype)) for width in widths]
+        for norm, gradient in zip(unequal, torch.arange(sum(widths), dtype=x.dtype).split(widths), strict=True):
+            norm.grad = gradient + rank
         sum_gradients(unequal, part)
         results = passed.results | {"own": own, "sums": traffic(led)} | {f"d{i}": w.grad for i, w in enumerate(norms)}
         results["moved"] = [norm.grad.data_ptr() for norm in norms] != places
         results["unequal"] = torch.cat([norm.grad for norm in unequal])
+        results["crossed"] = _crossed(gather, scatter, case, part, other)
         return Passed(results, passed.forward, passed.backward)
 
     return on_groups(group, cases, run)
+
+
+def _crossed(gather: Any, scatter: Any, case: Layer, part: Group, other: Group) -> list[Tensor] | None:
+    """The gradients of a shard that is gathered and of a sum that is scattered, where both operators meet another group
+    before their backward passes; None if a backward pass fails then."""
+    mine, share, gradient = leaf(case.x.chunk(part.world_size)[part.rank]), leaf(case.x), case.output_gradient
+    outputs = gather.apply(mine, part), scatter.apply(share, part)
+    for operator in (gather, scatter):
+        operator.apply(leaf(case.x), other)
+    try:
+        outputs[0].backward(gradient.clone())
+        outputs[1].backward(gradient.chunk(part.world_size)[part.rank].clone())
+    except RuntimeError:  # a gradient of another group's size
+        return None
+    return [mine.grad, share.grad]
 
 
 def whole_blocks(x: Tensor, *weights: Tensor) -> Tensor:
@@ -108,7 +127,11 @@ class _Noted:
 
 
 def run_column(group: Group, learner: Any, cases: Sequence[Layer]) -> list[Passed | None]:
-    """learner.apply(x, weight, group) and its backward pass; "log" is what happened there, in order."""
+    """learner.apply(x, weight, group) and its backward pass; "log" is what happened there, in order.
+
+    "crossed" holds the gradients where another layer, of another group, ran between forward and backward.
+    """
+    other = alone(group)
 
     def run(case: Layer, part: Group) -> Passed:
         whole = case.weights[0]
@@ -119,7 +142,12 @@ def run_column(group: Group, learner: Any, cases: Sequence[Layer]) -> list[Passe
             output = learner.apply(x, weight, part)
         with measure.ledger() as backward, Watch(part, shapes) as watch:
             output.backward(gradient)
+        crossed = [leaf(x), leaf(weight)]
+        output = learner.apply(*crossed, part)
+        learner.apply(leaf(2 * x), leaf(3 * weight), other)
+        output.backward(gradient.clone())
         results = {"output": output.detach(), "dx": x.grad, "dw": weight.grad, "log": watch.log}
+        results["crossed"] = [each.grad for each in crossed]
         return Passed(results, traffic(forward), traffic(backward))
 
     return on_groups(group, cases, run)

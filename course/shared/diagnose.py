@@ -84,6 +84,14 @@ def say_sum(result: torch.Tensor, inputs: Sequence[torch.Tensor], chunk: int, pa
     return "it is no sum of the ranks' inputs at all: is a buffer read before it is filled, or a chunk overwritten?"
 
 
+def say_rounded(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    """A sentence if `found` is right, but in float32's precision where the input is float64; else ""."""
+    rounded = found.dtype == wanted.dtype == torch.float64 and found.numel() == wanted.numel()
+    if rounded and torch.allclose(found.flatten(), wanted.flatten(), rtol=1e-4, atol=1e-3):
+        return "it is right to float32's digits only: the input is float64, and something on the way is not"
+    return ""
+
+
 def say_parts(result: torch.Tensor, wanted: Sequence[torch.Tensor], known: dict[str, torch.Tensor]) -> str:
     """The first part of `result` that is not as wanted, and which of the `known` tensors it is instead."""
     for place, (part, right) in enumerate(zip(result.flatten().chunk(len(wanted)), wanted, strict=True)):

@@ -38,10 +38,12 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one rank did in one call. after: its input afterwards; calls: operations by name; sent: by group name."""
+    """What one rank did in one call. after: its input afterwards; returned_input: whether the result is that input, or
+    a view of it; calls: operations by name; sent: bytes by group name."""
 
     result: Any
     after: torch.Tensor
+    returned_input: bool
     steps: list[Step]
     calls: Counter[str]
     sent: dict[str, int]
@@ -83,7 +85,8 @@ def one_trial(x: torch.Tensor, groups: Sequence[Group], call: Callable[[torch.Te
         for group in groups:
             del group.exchange  # the method shows through again
     sent = {group.name: led.bytes(group=group.name) for group in groups}
-    return Trial(result, x, steps, led.calls, sent)
+    returned_input = isinstance(result, torch.Tensor) and result.data_ptr() == x.data_ptr()
+    return Trial(result, x, returned_input, steps, led.calls, sent)
 
 
 def refuse_ready_made(trials: Sequence[Sequence[Trial]], needs_messages: bool = True) -> None:
