@@ -192,10 +192,8 @@ def check_stream(learner: Callable) -> Receipt:
     chunk = random.randint(24, 40)
     case = _draw_stream(2, 3, chunk, 8 * chunk + random.randint(1, chunk - 1))
     rates = dict(lr=random.uniform(0.02, 0.05), betas=(random.uniform(0.7, 0.85), 0.97), eps=0.01)
-    others = [
-        replace(_draw_stream(world, 2, size, parts * size), **rates) for world, size, parts in ((2, 9, 5), (1, 20, 1))
-    ]
-    cases = [case, *others, replace(_draw_stream(2, 2, 50, random.randint(8, 20)), **rates)]  # fits into one chunk
+    sizes = (2, 9, 45), (1, 20, 20), (2, 50, random.randint(8, 20))  # chunks that divide it, and one larger than it
+    cases = [case, *(replace(_draw_stream(world, 2, chunk, size), **rates) for world, chunk, size in sizes)]
     trials = sharding.by_case(run(rank_programs.run_stream, 2, learner, cases), cases)
     for each, ranks in zip(cases, trials, strict=True):
         for rank, did in enumerate(ranks):
@@ -223,8 +221,8 @@ def _judge_memory(case: Stream, ranks: Sequence[RankRecord]) -> list[Row]:
     ]
     if most > limit:
         raise CheckFailed(
-            f"right weights, but {most:,} bytes of moments lie in memory at once, where chunks of {case.chunk} elements "
-            f"take {2 * 4 * case.chunk:,}: read, use and write one chunk before the next",
+            f"right weights, but {most:,} bytes of moments lie in memory at once, where chunks of {case.chunk} "
+            f"elements take {2 * 4 * case.chunk:,}: read, use and write one chunk before the next",
             rows,
         )
     if read < once or written < once:

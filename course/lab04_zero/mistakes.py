@@ -61,9 +61,7 @@ mistake(
 )
 mistake("shard-partition", "pairs-of-numbers", {"slice(low, high)": "(low, high)"}, expect="is no slice")
 mistake("shard-partition", "in-steps", {"slice(low, high)": "slice(low, high, 2)"}, expect="is no slice of neighbours")
-alternative(
-    "shard-partition", "open-slices", {"slice(low, high)": "slice(low or None, None if high == size else high)"}
-)
+alternative("shard-partition", "open", {"slice(low, high)": "slice(low or None, high if high < size else None)"})
 
 
 @alternative("shard-partition", "by-element-numbers")
