@@ -115,8 +115,8 @@ def _judge_stage(case: StageCase, ranks: Sequence[Staged]) -> None:
         if did.waits:
             raise CheckFailed(
                 f"right gradients, but {case.name}: stage {stage} waits for {did.waits} of its sends before it goes "
-                "on. Under 1F1B two neighbours that send to each other would both wait for ever: send with async_op=True "
-                "and keep the handle in self.sent"
+                "on. Under 1F1B two neighbours that send to each other would both wait for ever: send with "
+                "async_op=True and keep the handle in self.sent"
             )
     sent = sum(did.messages for did in ranks)
     if sent != (due := predict.sends(stages, microbatches)):
