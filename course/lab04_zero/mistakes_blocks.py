@@ -84,7 +84,7 @@ mistake(
     "reduce-scatter-hooks",
     "fires-at-the-second",
     {"            if missing:\n": "            if len(bucket) - len(missing) != 2:  # a weight and a bias\n"},
-    expect="is None: was the bucket never full",
+    expect="'NoneType' object has no attribute 'flatten'",
 )
 mistake(
     "reduce-scatter-hooks",
