@@ -339,6 +339,9 @@ mistake(
 )
 
 
+mistake("clip-global-norm", "a tensor", {"return norm.item()": "return norm"}, expect="a float")
+
+
 @alternative("clip-global-norm", "normalises the long row")
 def long_row(shards, max_norm):
     row = torch.cat([gradient.flatten() for shard in shards for gradient in shard])

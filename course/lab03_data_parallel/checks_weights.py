@@ -1,7 +1,7 @@
 """Lab 03, what to communicate: a count, so that tokens and not ranks weigh alike; and less than the whole gradient."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -177,48 +177,48 @@ def _far(found: Tensor, right: Tensor) -> bool:
     ),
 )
 def check_top_k(learner: Callable) -> Receipt:
-    world, n, k, steps = 3, random.randint(30, 60), random.randint(4, 8), 4
-    given, ranks = _judge_top_k(learner, world, n, k, steps)
-    _judge_top_k(learner, 4, n + random.randint(1, 9), k - 1, 1)
+    world, n, ks = 3, random.randint(30, 60), random.sample(range(3, 9), 4)  # another k in every step
+    given, ranks = _judge_top_k(learner, world, n, ks)
+    _judge_top_k(learner, 4, n + random.randint(1, 9), [random.randint(9, 12), 1])
     _exact_places(learner)
-    most = max(found["bytes"] for found in ranks)
+    most, dense = max(found["bytes"] for found in ranks), comms.ring_all_reduce(n, 4, world).sent_per_rank[0]
     applied = sum(found for found in ranks[0]["gradients"])
     owed = torch.stack([found["residuals"][-1] for found in ranks]).mean(0)
     error = _relative(applied + owed, given.mean(1).sum(0))  # nothing may be lost
     return receipt(
-        f"the {k} largest of {n} entries, {world} ranks, {steps} steps",
+        f"the k largest of {n} entries, {world} ranks, k = {', '.join(map(str, ks))}",
         [
-            row("bytes sent per rank and step: 8k(N-1)", _top_k_bytes(world, k), most // steps, "B"),
-            row("    dense ring all-reduce", None, comms.ring_all_reduce(n, 4, world).sent_per_rank[0], "B"),
+            row(f"bytes sent per rank in {len(ks)} steps of 8k(N-1)", _top_k_bytes(world, *ks), most, "B"),
+            row("    dense ring all-reduces", None, len(ks) * dense, "B"),
             row("applied + still owed = all gradients, to 1e-5", True, error <= 1e-5),
         ],
     )
 
 
-def _top_k_bytes(world: int, k: int) -> int:
-    """Bytes that a rank sends per step: k values of 4 bytes and k indices of 4 bytes to each of the others."""
-    return comms.ring_all_gather(world * k, 8, world).sent_per_rank[0]
+def _top_k_bytes(world: int, *ks: int) -> int:
+    """Bytes that a rank sends in steps of these k: k values of 4 bytes and k indices of 4 bytes to all others."""
+    return sum(comms.ring_all_gather(world * k, 8, world).sent_per_rank[0] for k in ks)
 
 
-def _judge_top_k(learner: Callable, world: int, n: int, k: int, steps: int) -> tuple[Tensor, list[dict]]:
+def _judge_top_k(learner: Callable, world: int, n: int, ks: Sequence[int]) -> tuple[Tensor, list[dict]]:
     """Gradients that were handed in, and what each rank did; CheckFailed unless values and bytes are right."""
-    given = _distinct(torch.Generator().manual_seed(random.randrange(2**31)), steps, world, n)
-    ranks = run(_top_k, world, learner, given, k)
-    expected = _simulate(given, k)
-    for step in range(steps):
+    given = _distinct(torch.Generator().manual_seed(random.randrange(2**31)), len(ks), world, n)
+    ranks = run(_top_k, world, learner, given, ks)
+    expected = _simulate(given, ks)
+    for step in range(len(ks)):
         for rank, found in enumerate(ranks):
             who = f"step {step + 1}, rank {rank}:"
             expect_like(f"{who} gradient", found["gradients"][step], expected[step][0], "gradient itself, [n]")
             if _far(found["gradients"][step], expected[step][0]):
-                raise CheckFailed(f"{who} {_say_top_k(found['gradients'][step], given, step, k, expected)}")
+                raise CheckFailed(f"{who} {_say_top_k(found['gradients'][step], given, step, ks, expected)}")
             if _far(found["residuals"][step], expected[step][1][rank]):
                 owed = given[step, rank] + (expected[step - 1][1][rank] if step else 0)
                 said = _say_residual(found["residuals"][step], owed, given[step, rank], expected[step][1][rank])
                 raise CheckFailed(f"{who} {said}")
-    bytes_, most = _top_k_bytes(world, k), max(found["bytes"] for found in ranks)
-    if most > steps * bytes_:
+    enough, most = _top_k_bytes(world, *ks), max(found["bytes"] for found in ranks)
+    if most > enough:
         raise CheckFailed(
-            f"right values, but a rank sent {most // steps:,} bytes per step where {bytes_:,} are enough: k values of "
+            f"right values, but a rank sent {most:,} bytes in {len(ks)} steps where {enough:,} are enough: k values of "
             f"4 bytes and k indices of 4 bytes (int32) go to {world - 1} ranks"
         )
     return given, ranks
@@ -250,10 +250,12 @@ def _distinct(draw: torch.Generator, steps: int, world: int, n: int) -> Tensor:
     return given * (2 * torch.randint(0, 2, given.shape, generator=draw) - 1) * 3 + torch.arange(n) / 64
 
 
-def _simulate(given: Tensor, k: int, feedback: bool = True, magnitude: bool = True) -> list[tuple[Tensor, Tensor]]:
+def _simulate(
+    given: Tensor, ks: Sequence[int], feedback: bool = True, magnitude: bool = True
+) -> list[tuple[Tensor, Tensor]]:
     """(averaged, residuals [world, n]) after each step, in one process."""
     residual, found = torch.zeros_like(given[0]), []
-    for gradients in given:
+    for gradients, k in zip(given, ks, strict=True):
         owed = gradients + residual if feedback else gradients.clone()
         chosen = (owed.abs() if magnitude else owed).topk(k, dim=1).indices
         sent = torch.zeros_like(owed).scatter(1, chosen, owed.gather(1, chosen))
@@ -262,18 +264,20 @@ def _simulate(given: Tensor, k: int, feedback: bool = True, magnitude: bool = Tr
     return found
 
 
-def _top_k(group: Group, learner: Callable, given: Tensor, k: int) -> dict:
+def _top_k(group: Group, learner: Callable, given: Tensor, ks: Sequence[int]) -> dict:
     residual, found = torch.zeros_like(given[0, 0]), {"gradients": [], "residuals": []}
     with measure.ledger() as led:
-        for step in range(len(given)):
-            gradient = given[step, group.rank].clone()
+        for ranks, k in zip(given, ks, strict=True):
+            gradient = ranks[group.rank].clone()
             learner(gradient, residual, k, group)
             found["gradients"].append(gradient)
             found["residuals"].append(residual.clone())
     return found | {"bytes": led.bytes()}
 
 
-def _say_top_k(found: Tensor, given: Tensor, step: int, k: int, expected: list[tuple[Tensor, Tensor]]) -> str:
+def _say_top_k(
+    found: Tensor, given: Tensor, step: int, ks: Sequence[int], expected: list[tuple[Tensor, Tensor]]
+) -> str:
     right, world = expected[step][0], given.shape[1]
     if not _far(found, world * right):
         return f"gradient holds the sum over the ranks, {world} times the mean: divide by world_size"
@@ -281,13 +285,13 @@ def _say_top_k(found: Tensor, given: Tensor, step: int, k: int, expected: list[t
         return "gradient is as it was: write the result into it (copy_, zero_ and index_add_ do)"
     if not _far(found, given[step].mean(0)):
         return "gradient holds the mean of whole gradients: send only k entries of each rank"
-    if not _far(found, _simulate(given, k, magnitude=False)[step][0]):
+    if not _far(found, _simulate(given, ks, magnitude=False)[step][0]):
         return "the k largest are chosen with their sign: large negative entries count as much, choose by abs()"
-    if step and not _far(found, _simulate(given, k, feedback=False)[step][0]):
+    if step and not _far(found, _simulate(given, ks, feedback=False)[step][0]):
         return "the residual is not added before choosing: what was left out earlier is lost for good"
     places = (found - right).abs().gt(1e-3).nonzero().flatten().tolist()
     owed = given[step] + (expected[step - 1][1] if step else 0)
-    chosen = owed.abs().topk(k, dim=1).indices.flatten().bincount(minlength=len(right))
+    chosen = owed.abs().topk(ks[step], dim=1).indices.flatten().bincount(minlength=len(right))
     if all(chosen[place] > 1 for place in places):
         return f"place {places[0]} was chosen by several ranks and one value replaced the others: they add up"
     return f"gradient is wrong in {len(places)} of {len(right)} places"

@@ -145,6 +145,12 @@ mistake(
     {"indices.int()": "indices.float()"},
     expect="with 2\\*\\*24 entries and more values arrive in other places",
 )
+mistake(
+    "top-k-error-feedback",
+    "always-as-many",
+    {"    owed = gradient + residual": "    k = vars(group).setdefault('k', k)\n    owed = gradient + residual"},
+    expect="wrong in|left out earlier|nothing to do with the mean",
+)
 mistake("top-k-error-feedback", "wide-indices", {"indices.int()": "indices"}, expect="k indices of 4 bytes")
 
 

@@ -40,7 +40,9 @@ from minillm.predict import comms
 )
 def check_partition(learner: Callable) -> Receipt:
     cases = [_draw_sizes(world, divisible) for world, divisible in ((4, False), (3, False), (4, True), (1, True))]
-    for case in cases:
+    cases.append(Sizes(list(torch.randn(5).split((2, 1, 2))), 4))  # shards of 2: nothing is left for the last rank
+    fewer = Sizes(list(torch.randn(3).split((1, 2))), random.randint(5, 9))  # than ranks
+    for case in (*cases, fewer, _draw_sizes(random.randint(5, 9), False)):
         _judge_partition(learner, case)
     trials = sharding.by_case(run(sharding.gather_shards, 4, learner, cases), cases)
     rows = []
@@ -78,8 +80,10 @@ def _judge_partition(learner: Callable, case: Sizes) -> None:
             found, slices = learner(sizes, n, rank)
         except (TypeError, ValueError) as error:
             raise CheckFailed(f"the exercise asks for (length, slices): {error}") from error
-        if odd := [piece for piece in slices if not isinstance(piece, slice)]:
-            raise CheckFailed(f"{line}: {odd[0]!r} is no slice; give slice(first, end), slice(0, 0) for nothing")
+        if odd := [piece for piece in slices if not isinstance(piece, slice) or piece.step not in (None, 1)]:
+            raise CheckFailed(
+                f"{line}: {odd[0]!r} is no slice of neighbours; give slice(first, end), slice(0, 0) for nothing"
+            )
         if found * n < total:
             raise CheckFailed(
                 f"{line}: {n} shards of {found} hold only {found * n}; the last {total - found * n} are "
@@ -94,12 +98,13 @@ def _judge_partition(learner: Callable, case: Sizes) -> None:
             raise CheckFailed(f"{line}: {len(slices)} slices for {len(sizes)} parameters; an empty one is slice(0, 0)")
         mine, start = [], 0
         for index, (size, piece) in enumerate(zip(sizes, slices, strict=True)):
-            if piece.start < 0 or piece.stop < 0 or (piece.stop > size and piece.stop > piece.start):
+            first, end = piece.start or 0, size if piece.stop is None else piece.stop
+            if first < 0 or end < 0 or (end > size and end > first):
                 raise CheckFailed(
                     f"{line}: rank {rank} holds {piece} of parameter {index}, which has {size} elements: "
                     "count from the parameter's own start, and give slice(0, 0) where the rank holds nothing of it"
                 )
-            mine += range(start + piece.start, start + piece.stop)
+            mine += range(start + first, start + end)
             start += size
         if len(mine) > length:
             raise CheckFailed(
@@ -134,18 +139,18 @@ def _span(elements: Sequence[int]) -> str:
     ),
 )
 def check_zero_one(learner: Callable) -> Receipt:
-    cases = [_draw_steps(world) for world in (4, 3)]
+    cases = [_draw_steps(4), _draw_steps(3), _draw_steps(2, torch.float64)]
     trials = sharding.by_case(run(sharding.run_zero_one, 4, learner, cases), cases)
     for case, ranks in zip(cases, trials, strict=True):
         _judge_weights(case, ranks)
     rows = []
     for case, ranks in zip(cases, trials, strict=True):
-        n, size = case.world_size, case.weights[0].numel()
-        shard = sharding.ADAM_BYTES * size // n + max(did.held["step counters"] for did in ranks)
-        enough = comms.ring_all_reduce(size, 4, n).sent_per_rank[0]
+        n, weights = case.world_size, case.weights[0]
+        shard = 2 * weights.nbytes // n + max(did.held["step counters"] for did in ranks)
+        enough = comms.ring_all_reduce(weights.numel(), weights.itemsize, n).sent_per_rank[0]
         held, sent = max(did.held["optimizer"] for did in ranks), max(max(did.bytes) for did in ranks)
         rows += [
-            row(f"optimizer bytes per rank, N={n}, P={4 * size} B", shard, held, "B"),
+            row(f"optimizer bytes per rank, N={n}, P={weights.nbytes} B", shard, held, "B"),
             row("    bytes sent per rank and step: 2P(N-1)/N", enough, sent, "B"),
         ]
         if held > shard:
@@ -186,10 +191,10 @@ def _judge_objects(case: Steps, ranks: Sequence[RankRecord], rows: list) -> None
         )
 
 
-def _draw_steps(world: int) -> Steps:
+def _draw_steps(world: int, dtype: torch.dtype = torch.float32) -> Steps:
     size = world * random.randint(20, 40)
-    weights = [torch.randn(size) for _ in range(world)]
-    return Steps(weights, [[torch.randn(size) for _ in range(world)] for _ in range(3)])
+    drawn = torch.randn(4, world, size, dtype=dtype)  # what each rank begins with, and the gradients of three steps
+    return Steps(list(drawn[0]), [list(ranks) for ranks in drawn[1:]])
 
 
 def _judge_weights(case: Steps, ranks: Sequence[RankRecord]) -> None:

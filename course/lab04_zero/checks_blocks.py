@@ -34,7 +34,7 @@ from minillm.predict import comms
     ),
 )
 def check_hooks(learner: Callable) -> Receipt:
-    cases = [Net([random.randint(9, 30) for _ in range(5)], random.randrange(2**31), world) for world in (4, 3)]
+    cases = [_draw_net(4, 4), _draw_net(3, 5), _draw_net(2, 3, torch.float64)]
     trials = sharding.by_case(run(sharding.run_hooks, 4, learner, cases), cases)
     for case, ranks in zip(cases, trials, strict=True):
         _judge_shards(case, ranks)
@@ -42,19 +42,20 @@ def check_hooks(learner: Callable) -> Receipt:
     for case, ranks in zip(cases, trials, strict=True):
         sizes, n = [sum(p.numel() for p in bucket) for bucket in case.buckets(case.model())], case.world_size
         padded = [size + -size % n for size in sizes]
-        enough = sum(comms.ring_reduce_scatter(size, 4, n).sent_per_rank[0] for size in padded)
+        each, sizes = case.dtype.itemsize, [case.dtype.itemsize * size for size in sizes]
+        enough = sum(comms.ring_reduce_scatter(size, each, n).sent_per_rank[0] for size in padded)
         sent, peak = max(max(did.bytes) for did in ranks), max(did.held["gradient"] for did in ranks)
         kept, calls = max(did.held["kept"] for did in ranks), {k: v / case.steps for k, v in ranks[0].calls.items()}
         rows += [
-            row(f"bytes sent per rank, N={n}, {4 * sum(sizes):,} B of gradients", enough, sent, "B"),
-            row("    whole gradients at once, at most the largest bucket", True, peak <= 4 * max(sizes)),
-            row(f"    their bytes, where the largest bucket has {4 * max(sizes):,}", None, peak, "B"),
+            row(f"bytes sent per rank, N={n}, {sum(sizes):,} B of gradients", enough, sent, "B"),
+            row("    whole gradients at once, at most the largest bucket", True, peak <= max(sizes)),
+            row(f"    their bytes, where the largest bucket has {max(sizes):,}", None, peak, "B"),
             row("    collectives in a backward pass: one per bucket", len(sizes), sum(calls.values())),
         ]
-        if kept or peak > 4 * max(sizes):
+        if kept or peak > max(sizes):
             raise CheckFailed(
                 f"right values, but up to {peak:,} bytes of whole gradients lie there at once, where the largest "
-                f"bucket has {4 * max(sizes):,}: free a bucket's gradients (.grad = None) as soon as it is reduced",
+                f"bucket has {max(sizes):,}: free a bucket's gradients (.grad = None) as soon as it is reduced",
                 rows,
             )
         if sent > enough:
@@ -64,6 +65,13 @@ def check_hooks(learner: Callable) -> Receipt:
                 rows,
             )
     return Receipt("gradients sharded while backward runs", tuple(rows))
+
+
+def _draw_net(world: int, layers: int, dtype: torch.dtype = torch.float32) -> Net:
+    """A bucket with 1 element too many, one with world - 1, and, with more than three layers, one that divides."""
+    over = [*(random.randrange(world) for _ in range(layers - 2)), -1, -1, 1]
+    widths = [world * random.randint(2 + 8 // world, 28 // world) + each for each in over]
+    return Net(widths, random.randrange(2**31), world, dtype)
 
 
 def _judge_shards(case: Net, ranks: Sequence[RankRecord]) -> None:
@@ -113,14 +121,14 @@ def _say_shard(found: Tensor, case: Net, step: int, bucket: int, rank: int, want
     ),
 )
 def check_gathered_block(learner: type) -> Receipt:
-    cases = [_draw_stack(world) for world in (4, 3)]
+    cases = [_draw_stack(4, 5), _draw_stack(3, 4), _draw_stack(2, 3, torch.float64)]
     trials = sharding.by_case(run(sharding.run_blocks, 4, learner, cases), cases)
     for case, ranks in zip(cases, trials, strict=True):
         _judge_block_gradients(case, ranks)
     rows = []
     for case, ranks in zip(cases, trials, strict=True):
         n, size, depth = case.world_size, case.blocks[0].numel(), len(case.blocks)
-        enough = depth * 3 * comms.ring_all_gather(size, 4, n).sent_per_rank[0]
+        enough = depth * 3 * comms.ring_all_gather(size, case.blocks[0].itemsize, n).sent_per_rank[0]
         sent, held = max(did.bytes[0] for did in ranks), max(did.held["blocks"] for did in ranks)
         rows += [
             row(f"bytes sent per rank, N={n}: 3P(N-1)/N", enough, sent, "B"),
@@ -139,13 +147,19 @@ def check_gathered_block(learner: type) -> Receipt:
                 f"all-gathers and one reduce-scatter, and you called {sharding.list_calls(dict(ranks[0].calls))}",
                 rows,
             )
+        if sent < enough:
+            raise CheckFailed(
+                f"right values, but a rank sends {sent:,} bytes where blocks that are freed after forward take "
+                f"{enough:,} (N={n}): their weights stay somewhere. Gather them again in backward",
+                rows,
+            )
     return Receipt("stage 3, block by block", tuple(rows))
 
 
-def _draw_stack(world: int, depth: int = 5) -> Stack:
+def _draw_stack(world: int, depth: int, dtype: torch.dtype = torch.float32) -> Stack:
     hidden, inner = random.randint(5, 9), world * random.randint(2, 4)
-    blocks = [torch.randn(2 * hidden * inner) / 3 for _ in range(depth)]
-    return Stack(blocks, [torch.randn(4, hidden) for _ in range(world)])
+    blocks = torch.randn(depth, 2 * hidden * inner, dtype=dtype) / 3
+    return Stack(list(blocks), list(torch.randn(world, random.randint(2, 5), hidden, dtype=dtype)))
 
 
 def _judge_block_gradients(case: Stack, ranks: Sequence[RankRecord]) -> None:

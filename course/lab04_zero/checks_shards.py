@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from course.kit.exercises import CheckFailed, exercise
-from course.kit.receipts import Receipt, row
+from course.kit.receipts import Receipt, Row, row
 from course.lab04_zero import rank_programs
 from course.lab04_zero.rank_programs import Flat, Stream
 from course.shared import sharding
@@ -41,7 +41,8 @@ FORMULA = (
 )
 def check_clip(learner: Callable) -> Receipt:
     cases = [_draw_flat(4, share=0.5), _draw_flat(3, share=0.5), _draw_flat(4, share=2.0), _draw_flat(4, numel=5)]
-    cases.append(_draw_flat(4, numel=17, garbage=math.nan))
+    cases += [_draw_flat(4, numel=17, garbage=math.nan), _draw_flat(2, share=0.3, dtype=torch.float64)]
+    cases += [Flat(torch.zeros(12), 11, 4, 1.0), Flat(1e-8 * torch.randn(12), 12, 4, 1.0)]
     broken = _draw_flat(4, share=0.5)
     broken.padded[random.randrange(broken.numel)] = math.inf
     trials = sharding.by_case(run(rank_programs.run_clip, 4, learner, [*cases, broken]), [*cases, broken])
@@ -72,10 +73,12 @@ def check_clip(learner: Callable) -> Receipt:
     return Receipt("one norm, N shards", tuple(rows))
 
 
-def _draw_flat(world: int, share: float = 1.0, numel: int = 0, garbage: float = 100.0) -> Flat:
+def _draw_flat(
+    world: int, share: float = 1.0, numel: int = 0, garbage: float = 100.0, dtype: torch.dtype = torch.float32
+) -> Flat:
     """A flat gradient with `garbage` for padding, and max_norm = share of its norm."""
     numel = numel or world * random.randint(10, 20) + random.randint(1, world - 1)
-    padded = torch.randn(numel + -numel % world)
+    padded = torch.randn(numel + -numel % world, dtype=dtype)
     padded[numel:] = garbage
     return Flat(padded, numel, world, share * padded[:numel].norm().item())
 
@@ -106,10 +109,12 @@ def _judge_clip(case: Flat, ranks: Sequence[RankRecord]) -> None:
                 f"{name} finds the norm {found:.4f}, but the whole gradient of {case.numel} elements has {norm:.4f}"
                 + (f": {said[0]}" if said else "")
             )
-    factor = min(1.0, case.max_norm / norm)
+    factor = min(1.0, case.max_norm / norm) if norm else 1.0
     for rank, did in enumerate(ranks):
         first = rank * len(did.results[1])
         after, before = (x[: max(0, case.numel - first)] for x in (did.results[1], case.shard(rank)))
+        if not norm and after.any():
+            raise CheckFailed(f"{case.numel} zeros become {after.tolist()} on rank {rank} of {n}: that is 0 / 0")
         if not torch.allclose(after, factor * before, rtol=1e-3, atol=1e-6):
             raise CheckFailed(
                 f"rank {rank} of {n} has the right norm {norm:.3f}, but max_norm={case.max_norm:.3f} asks to multiply "
@@ -127,14 +132,15 @@ def _judge_clip(case: Flat, ranks: Sequence[RankRecord]) -> None:
     ),
 )
 def check_whole_state(learner: Callable) -> Receipt:
-    cases = [_draw_flat(4), _draw_flat(3)]
+    cases = [_draw_flat(4), _draw_flat(3), _draw_flat(4, numel=5), _draw_flat(2, numel=14, dtype=torch.float64)]
     trials = sharding.by_case(run(rank_programs.run_whole_state, 4, learner, cases), cases)
     rows = []
     for case, ranks in zip(cases, trials, strict=True):
-        n, size = case.world_size, len(case.padded)
+        n, each = case.world_size, case.padded.itemsize
         for rank, did in enumerate(ranks):
             resumed = _resume(case, did.results, f"rank {rank} of {n}")
-        sent, enough = max(did.bytes[0] for did in ranks), 2 * comms.ring_all_gather(size, 4, n).sent_per_rank[0]
+        enough = 2 * comms.ring_all_gather(len(case.padded), each, n).sent_per_rank[0]
+        sent = max(did.bytes[0] for did in ranks)
         if used := {"gather_objects"} & set(ranks[0].calls):
             raise CheckFailed(f"you called {', '.join(used)}: it pickles, for a few small things; all_gather tensors")
         rows += [
@@ -183,27 +189,40 @@ def _resume(case: Flat, state: Any, name: str) -> bool:
     ),
 )
 def check_stream(learner: Callable) -> Receipt:
-    steps, world = 3, 2
-    case = _draw_stream(world, steps, random.randint(24, 40))
-    other = replace(_draw_stream(world, 2, random.randint(8, 20)), lr=0.03, betas=(0.8, 0.97), eps=0.01)
-    trials, others = sharding.by_case(run(rank_programs.run_stream, world, learner, [case, other]), [case, other])
-    for tried, ranks in ((case, trials), (other, others)):
+    chunk = random.randint(24, 40)
+    case = _draw_stream(2, 3, chunk, 8 * chunk + random.randint(1, chunk - 1))
+    rates = dict(lr=random.uniform(0.02, 0.05), betas=(random.uniform(0.7, 0.85), 0.97), eps=0.01)
+    sizes = (2, 9, 45), (1, 20, 20), (2, 50, random.randint(8, 20))  # chunks that divide it, and one larger than it
+    cases = [case, *(replace(_draw_stream(world, 2, chunk, size), **rates) for world, chunk, size in sizes)]
+    trials = sharding.by_case(run(rank_programs.run_stream, 2, learner, cases), cases)
+    for each, ranks in zip(cases, trials, strict=True):
         for rank, did in enumerate(ranks):
-            _judge_stream(tried, rank, did)
-    chunk, size = case.chunk, len(case.weights[0])
-    once = 2 * 4 * size * steps
-    read, written, most = (max(did.held[key] for did in trials) for key in ("read", "written", "moments"))
+            _judge_stream(each, rank, did)
+    rows = [row for each, ranks in zip(cases, trials, strict=True) for row in _judge_memory(each, ranks)]
+    return Receipt("Adam with its moments in files", tuple(rows))
+
+
+def _draw_stream(world: int, steps: int, chunk: int, size: int) -> Stream:
+    drawn = torch.randn(1 + steps, world, size)
+    return Stream(list(drawn[0]), [list(ranks) for ranks in drawn[1:]], chunk)
+
+
+def _judge_memory(case: Stream, ranks: Sequence[RankRecord]) -> list[Row]:
+    """The rows of a case; CheckFailed unless all moments came from the store, a chunk at a time."""
+    steps, size = len(case.gradients), len(case.weights[0])
+    once, limit = 2 * 4 * size * steps, 4 * 4 * case.chunk
+    read, written, most = (max(did.held[key] for did in ranks) for key in ("read", "written", "moments"))
     rows = [
         row(f"bytes read in {steps} steps: two moments of {size} elements", once, read, "B"),
         row("    bytes written", once, written, "B"),
-        row("    moments in memory, at most 4 chunks", True, most <= 4 * 4 * chunk),
+        row("    moments in memory, at most 4 chunks", True, most <= limit),
         row("    bytes of them at the fullest moment", None, most, "B"),
-        row("    bytes sent to other ranks", 0, sum(did.bytes[0] for did in trials), "B"),
+        row("    bytes sent to other ranks", 0, sum(did.bytes[0] for did in ranks), "B"),
     ]
-    if most > 4 * 4 * chunk:
+    if most > limit:
         raise CheckFailed(
-            f"right weights, but {most:,} bytes of moments lie in memory at once, where chunks of {chunk} elements "
-            f"take {2 * 4 * chunk:,}: read, use and write one chunk before the next",
+            f"right weights, but {most:,} bytes of moments lie in memory at once, where chunks of {case.chunk} "
+            f"elements take {2 * 4 * case.chunk:,}: read, use and write one chunk before the next",
             rows,
         )
     if read < once or written < once:
@@ -212,13 +231,7 @@ def check_stream(learner: Callable) -> Receipt:
             f"{once:,}: they are kept somewhere else, in memory",
             rows,
         )
-    return Receipt("Adam with its moments in files", tuple(rows))
-
-
-def _draw_stream(world: int, steps: int, chunk: int) -> Stream:
-    size = 8 * chunk + random.randint(1, chunk - 1)
-    weights = [torch.randn(size) for _ in range(world)]
-    return Stream(weights, [[torch.randn(size) for _ in range(world)] for _ in range(steps)], chunk)
+    return rows
 
 
 def _judge_stream(case: Stream, rank: int, did: RankRecord) -> None:

@@ -60,6 +60,8 @@ mistake(
     expect=r"slice\(0, 0\) where the rank holds nothing",
 )
 mistake("shard-partition", "pairs-of-numbers", {"slice(low, high)": "(low, high)"}, expect="is no slice")
+mistake("shard-partition", "in-steps", {"slice(low, high)": "slice(low, high, 2)"}, expect="is no slice of neighbours")
+alternative("shard-partition", "open", {"slice(low, high)": "slice(low or None, high if high < size else None)"})
 
 
 @alternative("shard-partition", "by-element-numbers")
@@ -149,6 +151,12 @@ mistake(
     "zero-one-step",
     "keeps-a-second-copy",
     {"self.optimizer = make([self.shard])": "self.optimizer, self.before = make([self.shard]), self.weights.clone()"},
+    expect="a second copy of everything",
+)
+mistake(
+    "zero-one-step",
+    "keeps-a-list-of-copies",
+    {"self.optimizer = make([self.shard])": "self.optimizer, self.past = make([self.shard]), [self.weights.clone()]"},
     expect="a second copy of everything",
 )
 mistake(

@@ -80,12 +80,31 @@ mistake(
 )
 
 
+mistake(
+    "reduce-scatter-hooks",
+    "fires-at-the-second",
+    {"            if missing:\n": "            if len(bucket) - len(missing) != 2:  # a weight and a bias\n"},
+    expect="'NoneType' object has no attribute 'flatten'",
+)
+mistake(
+    "reduce-scatter-hooks",
+    "a-buffer-of-float32",
+    {
+        "flat = torch.cat([p.grad.flatten() for p in bucket])": (
+            "flat = torch.zeros(sum(p.numel() for p in bucket))\n"
+            "            torch.cat([p.grad.flatten() for p in bucket], out=flat)"
+        )
+    },
+    expect="float64",
+)
+
+
 @alternative("reduce-scatter-hooks", "counts-and-a-flat-buffer")
 def with_a_buffer(buckets, group):
     n, shards = group.world_size, [None] * len(buckets)
     counts = [0] * len(buckets)
     sizes = [sum(p.numel() for p in bucket) for bucket in buckets]
-    buffers = [torch.zeros(size + -size % n) for size in sizes]
+    buffers = [bucket[0].new_zeros(size + -size % n) for size, bucket in zip(sizes, buckets, strict=True)]
     for index, bucket in enumerate(buckets):
         start = 0
         for parameter in bucket:
@@ -128,6 +147,19 @@ mistake(
 )
 
 
+mistake(
+    "gather-compute-free",
+    "keeps-a-hidden-copy",
+    {
+        "ctx.save_for_backward(x, shard)": (
+            "weights = group.all_gather(shard)\n        ctx.save_for_backward(x, weights.clone())"
+        ),
+        "compute(x, group.all_gather(shard))": "compute(x, weights)",
+        "x, shard = ctx": "x, weights = ctx",
+        "ctx.group.all_gather(shard)": "weights.clone()",
+    },
+    expect="their weights stay somewhere",
+)
 mistake(
     "gather-compute-free",
     "all-reduce-then-slice",

@@ -57,6 +57,12 @@ mistake(
     },
     expect="NaN times 0 is NaN",
 )
+mistake(
+    "clip-across-shards",
+    "zero-over-zero",
+    {"(max_norm / (norm + 1e-6)).clamp(max=1.0)": "norm.clamp(max=max_norm) / norm"},
+    expect="that is 0 / 0",
+)
 alternative(
     "clip-across-shards",
     "gathers-one-number-each",
@@ -160,6 +166,14 @@ mistake(
 
 
 mistake("offload-adam", "a-rate-of-its-own", {"-= lr * m": "-= 0.1 * m"}, expect="both stored; then")
+
+
+mistake(
+    "offload-adam",
+    "chunks-of-its-own",
+    {"    for start in range": "    chunk = 32\n    for start in range"},
+    expect="read, use and write one chunk before the next",
+)
 
 
 @mistake("offload-adam", "moves-a-copy", expect="change the weights in place")

@@ -12,6 +12,7 @@ from course.kit.receipts import Receipt, row
 from course.lab06_pipeline_parallel import rank_programs
 from course.lab06_pipeline_parallel.rank_programs import StageCase, Staged, Tied
 from course.shared import sharding
+from course.shared.diagnose import expect_like
 from course.shared.trials import run
 from minillm.comm import RankError
 from minillm.predict.training import pipeline as predict
@@ -38,7 +39,7 @@ ANSWERS = answers_of("06_pipeline_parallel")
 def check_stage(learner: Callable) -> Receipt:
     filled = [
         (4, 4, _in_turn, "one at a time"),
-        (3, 4, ANSWERS.gpipe_order, "GPipe"),
+        (3, 5, ANSWERS.gpipe_order, "GPipe in float32", torch.float32),
         (1, 3, ANSWERS.gpipe_order, "GPipe"),
     ]
     turns = (4, 6, ANSWERS.one_f_one_b_order, "1F1B")
@@ -51,10 +52,7 @@ def check_stage(learner: Callable) -> Receipt:
             first, sharding.by_case(run(rank_programs.run_stage, 4, learner, first), first), strict=True
         ):
             _judge_stage(case, ranks)
-        raise CheckFailed(
-            f"right under GPipe, but under 1F1B {hang}\nTwo neighbours send to each other, and both wait: send with "
-            "async_op=True and keep the handle in self.sent."
-        ) from None
+        raise CheckFailed(f"right under GPipe, but under 1F1B {hang}") from None
     rows = []
     for case, ranks in zip(cases, sharding.by_case(trials, cases), strict=True):
         _judge_stage(case, ranks)
@@ -66,12 +64,14 @@ def _in_turn(stage: int, stages: int, microbatches: int) -> list[str]:
     return [f"{kind}{m}" for m in range(microbatches) for kind in "FB"]
 
 
-def _draw_case(stages: int, microbatches: int, order: Callable, name: str) -> StageCase:
-    shape = rank_programs.ROWS, rank_programs.WIDTH
+def _draw_case(
+    stages: int, microbatches: int, order: Callable, name: str, dtype: torch.dtype = torch.float64
+) -> StageCase:
+    rows, width = random.randint(2, 5), random.randint(5, 9)
     return StageCase(
-        [torch.randn(rank_programs.WIDTH, rank_programs.WIDTH, dtype=torch.float64) for _ in range(stages)],
-        [torch.randn(shape, dtype=torch.float64) for _ in range(microbatches)],
-        [torch.randn(shape, dtype=torch.float64) for _ in range(microbatches)],
+        list(torch.randn(stages, width, width, dtype=dtype)),
+        list(torch.randn(microbatches, rows, width, dtype=dtype)),
+        list(torch.randn(microbatches, rows, width, dtype=dtype)),
         [order(stage, stages, microbatches) for stage in range(stages)],
         f"{name}, {stages} stage{'s' * (stages > 1)}, {microbatches} microbatches",
     )
@@ -79,7 +79,7 @@ def _draw_case(stages: int, microbatches: int, order: Callable, name: str) -> St
 
 def _judge_stage(case: StageCase, ranks: Sequence[Staged]) -> None:
     """CheckFailed unless every stage has the gradient of one process, by messages between neighbours."""
-    wanted, microbatches = rank_programs.in_one_process(case), len(case.inputs)
+    wanted, microbatches, close = rank_programs.in_one_process(case), len(case.inputs), 100 * _rounding(case)
     slips = {
         f"{microbatches} times too large: the mean over all microbatches is asked for, so divide each loss": (
             rank_programs.in_one_process(case, lambda loss, m: loss * microbatches)
@@ -97,10 +97,10 @@ def _judge_stage(case: StageCase, ranks: Sequence[Staged]) -> None:
             raise CheckFailed(f"{who} calls {', '.join(ready)}: neighbours exchange messages, the others have no part")
         if did.gradient is None:
             raise CheckFailed(f"{who} has no gradient: does backward run on every stage, through the kept output?")
-        if torch.allclose(did.gradient, wanted[stage], rtol=1e-9, atol=1e-12):
+        if torch.allclose(did.gradient, wanted[stage], rtol=close, atol=close / 100):
             continue
-        said = [text for text, wrong in slips.items() if torch.allclose(did.gradient, wrong[stage], rtol=1e-6)]
-        if not said and stage < len(ranks) - 1 and torch.allclose(ranks[-1].gradient, wanted[-1], rtol=1e-9):
+        said = [text for text, wrong in slips.items() if torch.allclose(did.gradient, wrong[stage], rtol=1e-4)]
+        if not said and stage < len(ranks) - 1 and torch.allclose(ranks[-1].gradient, wanted[-1], close):
             said = ["the last stage's is right, so look at what travels back: is it the gradient that came in?"]
         guess = "did a later receive overwrite a saved activation, or does backward run through another microbatch's?"
         raise CheckFailed(f"{who}: the gradient is wrong: {said[0] if said else guess}")
@@ -112,9 +112,20 @@ def _judge_stage(case: StageCase, ranks: Sequence[Staged]) -> None:
                 f"right gradients, but {case.name}: stage {stage} holds the outputs of {did.peak} microbatches at once "
                 f"where {most} are enough: let go of what is kept when its backward comes"
             )
+        if did.waits:
+            raise CheckFailed(
+                f"right gradients, but {case.name}: stage {stage} waits for {did.waits} of its sends before it goes "
+                "on. Under 1F1B two neighbours that send to each other would both wait for ever: send with "
+                "async_op=True and keep the handle in self.sent"
+            )
     sent = sum(did.messages for did in ranks)
     if sent != (due := predict.sends(stages, microbatches)):
         raise CheckFailed(f"right gradients, but {case.name}: {sent} messages where {due} are enough")
+
+
+def _rounding(case: StageCase) -> float:
+    """A relative error that is rounding."""
+    return 1e-12 if case.inputs[0].dtype == torch.float64 else 1e-5
 
 
 def _most_in_flight(case: StageCase, stage: int) -> int:
@@ -130,9 +141,10 @@ def _rows(case: StageCase, ranks: Sequence[Staged]) -> list:
     worst = max(((did.gradient - right).norm() / right.norm()).item() for did, right in zip(ranks, wanted, strict=True))
     most = [_most_in_flight(case, stage) for stage in range(stages)]
     within = all(did.peak <= limit for did, limit in zip(ranks, most, strict=True))
-    due = predict.sent_bytes(stages, len(case.inputs) * rank_programs.ROWS, 1, rank_programs.WIDTH, 8)
+    (tokens, width), close = case.inputs[0].shape, _rounding(case)
+    due = predict.sent_bytes(stages, len(case.inputs) * tokens, 1, width, case.inputs[0].itemsize)
     return [
-        row(f"{case.name}: gradients of one process (within 1e-12)", True, worst < 1e-12),
+        row(f"{case.name}: gradients of one process (within {close:g})", True, worst < close),
         row("    messages of all stages", predict.sends(stages, len(case.inputs)), sum(did.messages for did in ranks)),
         row("    their bytes", due, sum(did.bytes for did in ranks), "B"),
         row(f"    outputs held by the stages, at most {most}", True, within),
@@ -150,7 +162,7 @@ def _rows(case: StageCase, ranks: Sequence[Staged]) -> list:
     ),
 )
 def check_tied(learner: Callable) -> Receipt:
-    cases = [Tied([torch.randn(5, 4) for _ in range(stages)]) for stages in (4, random.choice((2, 3)), 1)]
+    cases = [_draw_tied(4), _draw_tied(random.choice((2, 3)), torch.float64), _draw_tied(1)]
     try:
         trials = sharding.by_case(run(rank_programs.run_tied, 4, learner, cases), cases)
     except RankError as error:
@@ -182,11 +194,17 @@ def check_tied(learner: Callable) -> Receipt:
     return Receipt("one embedding, two copies", tuple(rows))
 
 
+def _draw_tied(stages: int, dtype: torch.dtype = torch.float32) -> Tied:
+    return Tied(list(torch.randn(stages, random.randint(5, 9), random.randint(2, 4), dtype=dtype)))
+
+
 def _judge_tied(who: str, did: rank_programs.Summed, wanted: Tensor, case: Tied, stage: int) -> None:
     if did.weight_moved:
         raise CheckFailed(f"{who}: the weight itself changed; sum the gradients (.grad)")
-    if did.gradient is not None and torch.allclose(did.gradient, wanted):
-        return
+    if did.gradient is not None:
+        expect_like(f"{who}: .grad", did.gradient, wanted, "a sum of two gradients, of the weight's size and dtype")
+        if torch.allclose(did.gradient, wanted):
+            return
     first, last = case.gradients[0], case.gradients[-1]
     slips = {
         "has only its own gradient: the two copies will drift apart": case.gradients[stage],

@@ -30,7 +30,7 @@ mistake(
             "self.group.send(x.grad, self.group.rank - 1)"
         ),
     },
-    expect="right under GPipe, but under 1F1B",
+    expect="waits for 4 of its sends before it goes on",
 )
 mistake(
     "stage-step",
@@ -39,6 +39,24 @@ mistake(
     expect="second time|KeyError|the gradient is wrong",
 )
 mistake("stage-step", "input-without-gradient", {"x.requires_grad_()": ""}, expect="NoneType|x.grad|no gradient")
+
+
+mistake(
+    "stage-step",
+    "activations-wait",
+    {
+        "self.sent.append(self.group.send(y, self.group.rank + 1, async_op=True))": (
+            "self.sent.append(self.group.send(y, self.group.rank + 1, async_op=True))\n            self.sent[-1].wait()"
+        )
+    },
+    expect="waits for 4 of its sends before it goes on",
+)
+mistake(
+    "stage-step",
+    "a-buffer-of-float64",
+    {"torch.empty_like(y)": "torch.empty(y.shape, dtype=torch.float64)"},
+    expect="float32",
+)
 
 
 @alternative("stage-step", "gradients-by-autograd-grad")
@@ -145,6 +163,14 @@ mistake(
         "weight.grad += theirs": "weight.data += theirs",
     },
     expect="changed its input",
+)
+
+
+mistake(
+    "tied-embedding",
+    "a-buffer-of-float32",
+    {"torch.empty_like(weight.grad)": "torch.empty(weight.shape)"},
+    expect="float64",
 )
 
 

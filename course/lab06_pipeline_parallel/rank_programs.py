@@ -31,8 +31,8 @@ GROUP_ONLY = {"send", "recv", "exchange"}
 class StageCase:
     """A model cut into stages, its microbatches and targets, and the order in which stages are told to work."""
 
-    weights: list[Tensor]  # [WIDTH, WIDTH] of each stage
-    inputs: list[Tensor]  # [ROWS, WIDTH] of each microbatch
+    weights: list[Tensor]  # [width, width] of each stage
+    inputs: list[Tensor]  # [rows, width] of each microbatch
     targets: list[Tensor]
     orders: list[list[str]]
     name: str
@@ -48,12 +48,14 @@ class StageCase:
 
 @dataclass(frozen=True)
 class Staged:
-    """What one rank did. peak: outputs whose graphs live at once; messages, bytes: sent."""
+    """What one rank did. peak: outputs whose graphs live at once; messages, bytes: sent; waits: for its own sends,
+    before the caller asked for it."""
 
     gradient: Tensor | None
     peak: int
     messages: int
     bytes: int
+    waits: int
     calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -93,7 +95,7 @@ def run_stage(group: Group, learner: Callable, cases: Sequence[StageCase]) -> li
 
     def run(case: StageCase, part: Group) -> Staged:
         module, peak = Part(case.weights[part.rank]), 0
-        with measure.ledger() as led:
+        with measure.ledger() as led, Sends(part) as sends:
             stage = learner(module, part, torch.zeros_like(case.inputs[0]), case.loss, len(case.inputs))
             for action in case.orders[part.rank]:
                 kind, m = action[0], int(action[1:])
@@ -101,6 +103,7 @@ def run_stage(group: Group, learner: Callable, cases: Sequence[StageCase]) -> li
                     stage.forward(m, case.inputs[m].clone() if part.rank == 0 else None)
                 else:
                     stage.backward(m)
+                sends.end_call()
                 if len(module.graphs) > peak:
                     gc.collect()
                     peak = max(peak, len(module.graphs))
@@ -108,9 +111,46 @@ def run_stage(group: Group, learner: Callable, cases: Sequence[StageCase]) -> li
                 if hasattr(handle, "wait"):
                     handle.wait()
         part.barrier()
-        return Staged(module.weight.grad, peak, led.messages, led.bytes(), led.calls)
+        return Staged(module.weight.grad, peak, led.messages, led.bytes(), sends.waits, led.calls)
 
     return on_groups(group, cases, run)
+
+
+class Sends:
+    """Watches a group's sends. waits: those that were waited for in the very call that posted them."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.waits, self._waited = group, 0, []  # _waited: of each send of this call, whether
+
+    def __enter__(self) -> "Sends":
+        post = self.group.exchange
+
+        def exchange(send: Any = (), recv: Any = (), async_op: bool = False, **how: Any) -> Any:
+            work = post(send, recv, async_op, **how)
+            if send:
+                self._waited.append(not async_op)
+                if async_op:
+                    work.wait = self._noted(work.wait)
+            return work
+
+        self.group.exchange = exchange
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        del self.group.exchange  # the method shows through again
+
+    def _noted(self, wait: Callable[[], Any]) -> Callable[[], Any]:
+        waited, place = self._waited, len(self._waited) - 1
+
+        def noted() -> Any:
+            waited[place] = True
+            return wait()
+
+        return noted
+
+    def end_call(self) -> None:
+        """From now on the caller may wait."""
+        self.waits, self._waited = self.waits + sum(self._waited), []
 
 
 def in_one_process(case: StageCase, changed: Callable[[Tensor, int], Tensor] | None = None) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,10 +28,9 @@ from course.lab17_adapters.experiments_breaks import Seen
 def check_verdict(learner: Callable) -> Receipt:
     rows = []
     for dtype, world_size in ((torch.float32, 4), (torch.bfloat16, 2), (torch.float16, random.choice((3, 5, 8)))):
-        for bug in (*breaks.VERDICTS, breaks.RIGHT):
-            seen = breaks.run(bug, dtype, world_size)
-            while bug == breaks.MERGE and _distance(seen.merged, seen.adapted) < 0.05:
-                seen = breaks.run(bug, dtype, world_size)  # a small update hides it
+        programs = [(bug, _run(bug, dtype, world_size)) for bug in (*breaks.VERDICTS, breaks.RIGHT)]
+        programs.append((breaks.HASH, replace(programs[-1][1], requests=_a_token_apart())))
+        for bug, seen in programs:
             said = learner(seen)
             if said not in breaks.VERDICTS:
                 told = ", ".join(map(repr, breaks.VERDICTS))
@@ -40,6 +40,20 @@ def check_verdict(learner: Callable) -> Receipt:
                 raise CheckFailed(f"a program ({case}): you say {said!r}, it is {bug!r}: {_say(seen)}", rows)
             rows.append(row(f"{case}: a program", bug, said))
     return receipt("verdicts", rows)
+
+
+def _run(bug: str, dtype: torch.dtype, world_size: int) -> Seen:
+    seen = breaks.run(bug, dtype, world_size)
+    while bug == breaks.MERGE and _distance(seen.merged, seen.adapted) < 0.05:
+        seen = breaks.run(bug, dtype, world_size)  # a small update hides it
+    return seen
+
+
+def _a_token_apart() -> tuple[tuple[str, tuple[int, ...], int], ...]:
+    """Two adapters' prompts differ in the last token of a block, and then one gets the other's block."""
+    *same, one, other = random.sample(range(1000), breaks.BLOCK + 1)
+    longer = (*same, one, *random.choices(range(1000), k=breaks.BLOCK))
+    return ("red", (*same, one), 0), ("blue", (*same, other), 0), ("blue", longer, breaks.BLOCK)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

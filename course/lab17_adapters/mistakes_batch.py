@@ -239,6 +239,12 @@ mistake(
 )
 mistake(
     "which-bug",
+    "all but the last token of a hit",
+    {"tokens[:hit]) not in": "tokens[:hit - 1]) not in"},
+    expect="it is 'adapter missing in the hash'",
+)
+mistake(
+    "which-bug",
     "norms are not looked at",
     {"if any(abs(ranks / alone - 1) > 0.01 for alone, ranks in seen.norms.values()):": "if False:"},
     expect="it is 'gradients reduced twice'",

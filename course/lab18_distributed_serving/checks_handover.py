@@ -24,6 +24,7 @@ def check_hand_over(learner: Any) -> Receipt:
         raise CheckFailed("the exercise asks for the class DecodeSide")
     _both_want_three_of_four(learner)
     _a_late_message(learner)
+    _a_list_of_the_callers(learner)
     rows = []
     for num_blocks, requests in ((6, 3), (9, 5), (random.randint(10, 20), 8)):
         arrived, late = _play(learner, num_blocks, requests)
@@ -66,6 +67,18 @@ def _a_late_message(learner: type) -> None:
         )
     if answered:
         raise CheckFailed("a was given up, and a late message made it whole", evidence=answered)
+
+
+def _a_list_of_the_callers(learner: type) -> None:
+    side = learner(2)
+    side.allocate("a", 1, 2).clear()
+    side.give_up("a")
+    if len(side.free) != 2:
+        raise CheckFailed(
+            f"a was given up, and {len(side.free)} of 2 blocks are free: its caller had emptied the list that allocate "
+            "returned. Return a list of its own",
+            evidence=len(side.free),
+        )
 
 
 def _play(learner: type, num_blocks: int, requests: int) -> tuple[int, int]:

@@ -55,6 +55,7 @@ mistake(
     {"            self.release(request)\n": "            self.held.pop(request)\n"},
     expect="a was given up, and 0 of 1 blocks is free",
 )
+mistake("hand-over", "its own list handed out", {"return list(blocks)": "return blocks"}, expect="a list of its own")
 
 
 @alternative("hand-over", "a record for each request")

@@ -109,7 +109,8 @@ def check_dispatch(learner: Any) -> list[Row]:
         counts = [sum(expert // each == rank for expert, _ in pairs) for rank in range(ranks)]
         answered = expect_list(learner(experts, ranks, each), "a pair, (order, counts)", count=2)
         name = f"{tokens} tokens, top {k} of {ranks * each} experts on {ranks} ranks"
-        order, sent = torch.as_tensor(answered[0]).tolist(), [int(count) for count in answered[1]]
+        order = torch.as_tensor(answered[0]).tolist()
+        sent = expect_list(answered[1], f"counts as a list of numbers, here {ranks}", of=int)
         if sent != counts:
             raise CheckFailed(f"{name}: you send {sent} rows to the ranks; it must be {counts}.", rows, evidence=sent)
         if order != expected:

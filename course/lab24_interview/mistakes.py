@@ -107,6 +107,7 @@ mistake(
     {"argsort(stable=True)": "argsort(stable=True).argsort()"},
     says="That is where each copy goes; the exercise asks for which copy stands where.",
 )
+mistake("dispatch-order", "a tensor of counts", {"counts.tolist()": "counts"}, expect="counts as a list of numbers")
 
 
 @alternative("dispatch-order", "expert by expert")

@@ -20,7 +20,6 @@ from minillm.comm import Group
 
 LR, EPS = 0.1, 0.1  # an eps this large lets Adam's step depend on the gradient's scale, so that a wrong scale shows
 BETAS = (0.9, 0.99)
-ADAM_BYTES = 8  # two float32 moments per element
 
 
 def make_adam(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
@@ -134,9 +133,13 @@ def run_zero_one(group: Group, learner: Callable, cases: Sequence[Steps]) -> lis
 
 
 def _kept(owner: Any, weights: Tensor) -> int:
-    """Bytes of tensors among an object's attributes, without those that lie in `weights`."""
-    tensors = [value for value in vars(owner).values() if isinstance(value, Tensor)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    """Bytes of tensors among an object's attributes, in lists and dicts too, without those that lie in `weights`."""
+    values, storages = list(vars(owner).values()), {}
+    for value in values:  # which grows meanwhile
+        if isinstance(value, (list, tuple, dict)):
+            values += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
     storages.pop(weights.untyped_storage().data_ptr(), None)
     return sum(storages.values())
 
@@ -157,11 +160,12 @@ def adam_in_one_process(weights: Tensor, gradients: Sequence[Tensor]) -> list[Te
 
 @dataclass(frozen=True)
 class Net:
-    """A small network and one batch per rank and step; every draw has other widths, so buckets do not divide."""
+    """A small network and one batch per rank and step, in buckets of one, of two and of four parameters."""
 
     widths: list[int]
     seed: int
     world_size: int
+    dtype: torch.dtype = torch.float32
     steps: int = 2
 
     def model(self) -> nn.Sequential:
@@ -169,19 +173,22 @@ class Net:
         for rows, columns in zip(self.widths, self.widths[1:], strict=False):
             layers += [nn.Linear(rows, columns), nn.Tanh()]
         for parameter in (model := nn.Sequential(*layers)).parameters():
-            parameter.data = torch.randn(parameter.shape, generator=draw) / 4
+            parameter.data = torch.randn(parameter.shape, generator=draw, dtype=self.dtype) / 4
         return model
 
     def batch(self, step: int, rank: int) -> Tensor:
-        return torch.randn(6, self.widths[0], generator=torch.Generator().manual_seed(self.seed + 97 * step + rank))
+        draw = torch.Generator().manual_seed(self.seed + 97 * step + rank)
+        return torch.randn(6, self.widths[0], generator=draw, dtype=self.dtype)
 
     def buckets(self, model: nn.Module) -> list[list[nn.Parameter]]:
-        """One bucket per layer, the last layer first: in the order in which backward fills them.
+        """In the order in which backward fills them: the last layer's bias and weight apart, layer by layer, and the
+        first two layers together.
 
-        Every second one lists the bias first: which of a bucket's gradients comes last cannot be seen from its list.
+        Every second one is listed backwards: which of a bucket's gradients comes last cannot be seen from its list.
         """
-        layers = [list(layer.parameters()) for layer in reversed(model) if isinstance(layer, nn.Linear)]
-        return [bucket[::-1] if place % 2 else bucket for place, bucket in enumerate(layers)]
+        last, *layers = [list(layer.parameters()) for layer in reversed(model) if isinstance(layer, nn.Linear)]
+        buckets = [last[1:], last[:1], *layers[:-2], layers[-2] + layers[-1]]
+        return [bucket[::-1] if place % 2 else bucket for place, bucket in enumerate(buckets)]
 
 
 def run_hooks(group: Group, learner: Callable, cases: Sequence[Net]) -> list[RankRecord | None]:
@@ -235,7 +242,7 @@ def compute(x: Tensor, weights: Tensor) -> Tensor:
 
 
 class GatheredBuffers:
-    """Watches what `group.all_gather` returns: how many gathered buffers are alive, at most."""
+    """Watches what `group.all_gather` returns and what computes: how many gathered buffers are alive, at most."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.buffers, self.most, self.computed = group, [], 0, 0
@@ -267,7 +274,7 @@ class GatheredBuffers:
 
     def compute(self, x: Tensor, weights: Tensor) -> Tensor:
         self.computed += 1
-        self.count()
+        self.watch(weights)
         return compute(x, weights)
 
 

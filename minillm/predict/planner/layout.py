@@ -10,6 +10,7 @@ dp·cp / ep ranks that hold the same experts, all other gradients over dp x cp.
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 
 from minillm.predict import comms
 from minillm.predict.planner.clusters import Cluster
@@ -47,8 +48,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "cp", "pp", "ep", "chunks", "micro_batch", "microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} of a layout must be at least 1.")
+            if not isinstance(getattr(self, name), Integral) or getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} of a layout must be a whole number of at least 1.")
+        if self.zero not in range(4):
+            raise ValueError(f"zero {self.zero} of a layout must be a stage from 0 to 3.")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute {self.recompute!r} is none of {', '.join(RECOMPUTE)}.")
         if sorted(self.order) != sorted(AXES):
