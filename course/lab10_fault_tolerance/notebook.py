@@ -465,13 +465,11 @@ skip_together = check("same-branch", skip_together)
 receipts.rank_0()
 
 # %% [markdown]
-# And the learning rate: a scheduler that is stepped once per microbatch (4 of them), and one whose state was not saved.
+# And the learning rate: a scheduler that is stepped once per microbatch (4 of them) is at its end after a quarter of the
+# steps, and one whose state was not saved warms up again.
 
 # %%
 show(figures.draw_schedules)
-
-# %%
-receipts.schedules()
 
 # %% [markdown]
 # ### Silently wrong
