@@ -329,9 +329,9 @@ receipts.cache(quantize_kv)
 # Grouped-query attention ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)) saves more, and it multiplies: keys of 8
 # instead of 64 heads are an eighth of the bytes.
 #
-# ## 5 · Leaving out instead of rounding (skip on a first reading)
+# ## 5 · Leaving out instead of rounding
 #
-# ### Exercise 6 · two of four (10 minutes)
+# ### Exercise 6 · two of four (10 minutes, skip on a first reading)
 #
 # A pruned weight that is kept as 0 saves nothing. *2:4 sparsity*
 # ([Mishra et al. 2021](https://arxiv.org/abs/2104.08378)) keeps exactly two of every four inputs, so they can be packed:
@@ -354,7 +354,7 @@ def two_of_four(weight):
 two_of_four = check("two-of-four", two_of_four)
 
 # %% [markdown]
-# ### Exercise 7 · low rank (15 minutes)
+# ### Exercise 7 · low rank (15 minutes, skip on a first reading)
 #
 # W ≈ A B with A: [out, r] and B: [r, in]. The best such pair comes from the singular value decomposition, and its error is
 # known before it is built: ‖W - A B‖² is the sum of the squares of the singular values left out
