@@ -1,7 +1,7 @@
 """How long a lab takes: the exercises that it checks, and the heading over each, which says its minutes.
 
-A heading reads `## 2 Build it: rings (12 minutes)`, with `optional` in the parentheses for an exercise that
-is off the core path.
+A heading reads `## 2 Build it: rings (12 minutes)`, with `skip on a first reading` in the parentheses for an exercise
+that is off the core path.
 """
 
 import re
@@ -11,6 +11,7 @@ from nbformat import NotebookNode
 
 from course.kit import exercises, masters
 
+SKIP = "skip on a first reading"
 _HEADING = re.compile(r"^#+ .*\(([^()]*?)(\d+) minutes([^()]*)\)$", re.MULTILINE)
 
 
@@ -32,7 +33,7 @@ def timed_exercises(lab: NotebookNode) -> list[TimedExercise]:
             heading = (_HEADING.findall(cell.source) or [heading])[-1]
         for name in masters.checked(cell):
             before, said, after = heading or ("", None, "")
-            is_optional = "optional" in before + after
+            is_optional = SKIP in before + after
             minutes = exercises.find(name).minutes
             timed.append(TimedExercise(name, minutes, None if said is None else int(said), is_optional))
             heading = None

@@ -4,8 +4,8 @@
 # **A ring all-reduce sends $2P(N-1)/N$ bytes per rank, whoever writes it.** Here you write it.
 # Stands on lab 00 (ranks, links, the ledger).
 #
-# Two to three hours if you solve every exercise and read the measurements; the exercises alone take about 70 minutes, and
-# running it top to bottom takes under a minute. At the end you can answer:
+# Two to three hours; the core path of two is the exercises (70 minutes), the measurements and *Break it*. Running it top to
+# bottom takes under a minute. At the end you can answer:
 #
 # 1. How many bytes does each rank send when $N$ ranks all-reduce $P$ bytes, and when can it be fewer?
 # 2. When does the ring lose, and to what? Where do the lines cross on your link?
@@ -347,21 +347,18 @@ show(ring_against_tree)
 receipts.crossovers(loopback, emulated)
 
 # %% [markdown]
-# On the emulated link no time can fall below its line. Each round adds a wake-up by the scheduler to α, which shows on
-# small tensors, and most in the ring, which has the most rounds: so the ring passes the others at a larger size than
-# predicted. The row allows half as much again, and a busy machine can exceed that. On loopback, read the error of the
-# fit before you believe the crossover: four ranks share few cores and one memory, and the model contains neither. It
-# also treats all messages alike: here the ring and recursive doubling send and receive at once, on sockets of their
-# own, the tree one way, through gloo, with a longer latency. What carries over to a cluster is the *shape*: few rounds
-# win for small tensors, few bytes for large ones. So gradients travel in buckets of megabytes, and NCCL chooses by size.
+# On the emulated link no time can fall below its line. Each round adds a wake-up by the scheduler to α, most in the ring,
+# which has the most rounds: so it passes the others at a larger size than predicted. (The row allows half as much again.)
+# On loopback, read the error of the fit before you believe the crossover: four ranks share few cores and one memory, and
+# the tree goes through gloo, with a longer latency. What carries over to a cluster is the *shape*: few rounds win for
+# small tensors, few bytes for large ones. So gradients travel in buckets of megabytes, and NCCL chooses by size.
 #
 # ## Where two levels win
 #
 # Two nodes of two ranks, with an emulated link of 5 ms and 10 MB/s between them. In the flat ring every round waits
 # for the slow link. Over two levels, on $n$ nodes of $g$ ranks, only $2(n-1)$ rounds cross, and all ranks of a node
-# cross at the same time with $1/g$ of the tensor each. The prediction charges the slow link alone. What two levels do
-# inside the nodes comes on top, here on a few shared cores, so the receipt allows them half as much again. Your
-# functions, both ways:
+# cross at the same time with $1/g$ of the tensor each. The prediction charges the slow link alone, so the receipt allows
+# half as much again. Your functions, both ways:
 
 # %%
 levels = experiments.flat_against_two_level(all_reduce, hierarchical_all_reduce)
@@ -386,9 +383,8 @@ receipts.leaving_a_node(nodes=8, per_node=8)
 
 # %% [markdown]
 # The bytes that leave a node hardly change (1.97 P to 1.75 P). What changes is that they leave through *all* cards of
-# the node at once, and that fewer rounds pay the slow link's latency. A scheme with one leader per node also has few
-# rounds, but all its bytes leave through one card. (NCCL's rings use all cards as well: it builds several rings, and each
-# leaves the node through another card.)
+# the node at once, and that fewer rounds pay the slow link's latency. With one leader per node all bytes leave through one
+# card. (NCCL builds several rings, and each leaves the node through another card.)
 #
 # ## Break it
 #
@@ -500,9 +496,6 @@ receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 # most of the result, so it sends twice the bytes. NCCL does not. Sharded training measured on CPU therefore needs a ring of
 # its own, as minillm's groups have.
 #
-# minillm's own version of your ring (`minillm/comm/collectives/ring.py`) is a few lines longer: chunks may differ in size,
-# and the input is neither copied nor changed, because a partial sum only ever lives in a buffer.
-#
 # NCCL chooses ring, tree or in-network reduction by size and topology. `NCCL_DEBUG=INFO` prints the rings it built,
 # [`NCCL_ALGO=Ring`](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-algo), `Tree` or `NVLS` forces
 # one, and [nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md) reports *bus bandwidth*:
@@ -540,10 +533,9 @@ receipts.interview_numbers()
 # **1. Does the cost of data parallelism grow linearly with the number of GPUs?**
 # <details><summary>Answer</summary>
 #
-# The bytes per rank do not: 1.0 P at 2 ranks, 1.5 P at 4, 1.75 P at 8, 1.97 P at 64, 1.998 P at 1024; they saturate at
-# 2P. What grows linearly is the *rounds*, 2(N-1), and the traffic of all ranks together. At 5 µs per round the latency is
-# 0.07 ms at 8 ranks and 10.2 ms at 1024, for each all-reduce. So the cost neither grows linearly nor is the same for 8
-# and 1024.
+# The bytes per rank do not: 1.75 P at 8 ranks, 1.97 P at 64, 1.998 P at 1024. What grows linearly is the *rounds*, 2(N-1),
+# and the traffic of all ranks together, which a switch must carry between its halves (*bisection bandwidth*). At 5 µs per
+# round the latency is 0.07 ms at 8 ranks and 10.2 ms at 1024, for each all-reduce.
 #
 # *Follow-up: then why does anybody bucket gradients?* Because every all-reduce pays the rounds again.
 # </details>
@@ -554,8 +546,6 @@ receipts.interview_numbers()
 # 140 GB · 2 · 63/64 = 275.6 GB sent per rank; at 50 GB/s 5.5 s. Then doubt the question: pure data parallelism cannot
 # hold 70B on one GPU. Split 16 ways by tensor and pipeline parallelism, 4 replicas remain: each rank reduces 8.75 GB
 # over 4 ranks, 0.26 s, and most of that hides behind the backward pass.
-#
-# *Follow-up: is that the step time?* No. It is a lower bound on the communication, which is a part of the step.
 # </details>
 #
 # **3. Why can no all-reduce by messages between ranks send less than 2P(N-1)/N per rank? What can?**
@@ -593,8 +583,7 @@ receipts.interview_numbers()
 # <details><summary>Answer</summary>
 #
 # An all-to-all of tokens · k · hidden · bytes · (N-1)/N per rank: 58.7 MB here for 4,096 tokens, top-2, hidden 4,096,
-# bf16, 8 ranks. Two in the forward pass (dispatch and combine) and two in the backward pass, in every MoE layer. It is
-# not an all-reduce in disguise: each pair of ranks exchanges something different, so no ring saves anything.
+# bf16, 8 ranks. Two in the forward pass (dispatch and combine) and two in the backward pass, in every MoE layer.
 # </details>
 #
 # **7. nccl-tests says "busbw 370 GB/s, algbw 211 GB/s". What are they?**

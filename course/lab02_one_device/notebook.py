@@ -13,9 +13,8 @@
 # With these two numbers you can size any training run.
 # Stands on lab 00 (the roofline).
 #
-# The six exercises take about an hour and a quarter; with the measurements and the questions at the end plan three to four
-# hours. Running the notebook from top to bottom takes about a minute. Sections 6 and 9 are optional. At the end you can
-# answer:
+# The core path, sections 1 to 5 and 7, takes two hours (its exercises 70 minutes); with the questions at the end plan three
+# to four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. What fills the memory of a step, and which part do mixed precision, accumulation and recomputation shrink?
 # 2. How many FLOPs does a step need, and what share of the machine does it really use?
@@ -31,8 +30,6 @@
 # >   2020](https://arxiv.org/abs/1910.02054), §3.1). Activations shrink.
 # > - *"Adam needs 8 bytes per parameter."* That is its two moments. With 16-bit weights a float32 copy of the weights
 # >   comes on top: 12.
-# > - *"Activation checkpointing costs 20 to 40 % of the time."* In FLOPs it costs at most one forward of what is
-# >   recomputed ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)); the time depends on what bounds the step.
 # > - *"Selective checkpointing keeps the matmuls."* The term is used for two things. In
 # >   [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198) it recomputes the core of attention; in
 # >   [torch](https://pytorch.org/blog/activation-checkpointing-techniques/) it is any choice by operation (section 5).
@@ -198,9 +195,8 @@ show(step_split)
 receipts.step(splits, mfu)
 
 # %% [markdown]
-# Backward has twice the FLOPs of forward, but it does not take twice the time here. The head's part of backward is
-# computed with the loss, a few hundred tokens at a time, so that the logits of all tokens never exist together
-# (`minillm/model/loss.py`); the clock counts that as forward.
+# Backward has twice the FLOPs of forward, but not twice the time here: the head's part of it is computed with the loss, a
+# few hundred tokens at a time, so that the logits of all tokens never exist together.
 #
 # ### Read a trace
 #
@@ -230,8 +226,7 @@ receipts.trace()
 #   that the program asked for a value: a host read stops the launching, not just the logging.
 # - Input copies (`Memcpy HtoD`) overlap only if they come from pinned memory on another stream, with
 #   `non_blocking=True`.
-# - NCCL kernels have a stream of their own. `work.wait()` makes the *compute stream* wait for it, not the host;
-#   communication that overlaps a matmul also takes some of its SMs, so both get slower than alone (labs 03 and 05).
+# - NCCL kernels have a stream of their own (lab 03).
 # - Never time a GPU with the host's clock around an enqueue. Use `torch.cuda.Event`, or synchronize first.
 #
 # `torch.profiler.profile(...).export_chrome_trace("trace.json")` writes such a file for
@@ -276,7 +271,7 @@ receipts.accumulation(accumulate)
 #
 # ## 4 · Fewer bits
 #
-# bfloat16 has the range of float32 and 8 bits of precision. float16 has 11 bits, and a range that ends at 65,504 above
+# bfloat16 (from Ampere on; a V100 has float16 alone) has the range of float32 and 8 bits of precision. float16 has 11 bits, and a range that ends at 65,504 above
 # and 6e-8 below. Both lose something, in different places.
 
 # %%
@@ -421,7 +416,7 @@ show(figures.recompute_plan)
 sliders(figures.recompute_plan, seq=[1024, 4096, 16384], batch=(1, 8), layers=(8, 80, 8))
 
 # %% [markdown]
-# ## 6 · Clip by the global norm (optional)
+# ## 6 · Clip by the global norm (skip on a first reading)
 #
 # Clipping keeps the direction of the gradient: *all* of it is multiplied by one factor. When gradients lie in shards
 # (lab 04), each rank sees only its own, and its local norm is about 1/√N of the global one.
@@ -491,7 +486,7 @@ receipts.higher_rate()
 receipts.price(ways, splits)
 
 # %% [markdown]
-# ## 9 · The same in production (optional)
+# ## 9 · The same in production (skip on a first reading)
 #
 # **torch.utils.checkpoint** stops recomputing as soon as backward has what it needs. The *output* of a block's last
 # matmul is not needed again, so a block of two matmuls costs 7/6 and not 4/3. The old "reentrant" form fails if no
@@ -524,8 +519,7 @@ receipts.torch_and_accelerate()
 #
 # ## 10 · On a GPU
 #
-# This lab has no ranks, so there is nothing to start with `torchrun`. The same command line runs on a GPU, where the
-# loop takes its times from device events:
+# The same command line runs on a GPU, where the loop takes its times from device events:
 #
 # ```bash
 # python -m minillm train --precision bf16 --activation-checkpointing full --accumulate 4 --memory   # bytes by kind
@@ -586,15 +580,15 @@ receipts.interview()
 # **6. The loss with accumulation differs slightly from the big batch's. Is that a bug?**
 # <details><summary>Answer</summary>
 #
-# Rounding gives 1e-7, not percents. Check the denominator. Then the scheduler (one step per update, not per
+# Rounding gives 1e-7, not percents. Check the denominator, then the scheduler (one step per update, not per
 # microbatch), clipping and `zero_grad` (once per update), dropout, batch statistics.
 # </details>
 #
 # **7. MFU is 55 % in one report and 42 % in another, for the same job. How?**
 # <details><summary>Answer</summary>
 #
-# Different numerators (attention counted fully though it is causal, recomputation counted, embedding counted) or
-# denominators (a peak with sparsity, the boost clock, a measured peak). Ask for tokens per second and the formula.
+# Different numerators (attention counted as if not causal, recomputation or embedding counted) or denominators (a peak with
+# sparsity, a measured peak). Ask for tokens per second and the formula.
 # </details>
 #
 # ### Design questions

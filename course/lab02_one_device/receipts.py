@@ -237,6 +237,7 @@ def higher_rate() -> Receipt:
             row("    never cleared", None, fast[False], "nats"),
             row("the run that clears ends lower", True, fast[True] < fast[False]),
         ],
+        open_rows=2,
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DistributedSampler
 
 from minillm import measure
 from minillm.comm import Group, launch
@@ -111,20 +110,18 @@ def seen_in_a_step(group: Group, microbatch: int = 4, microbatches: int = 8, num
     return len({i for rank in group.gather_objects(mine) for i in rank})
 
 
-def torch_sampler(num_samples: int = 10, world_size: int = 4) -> dict[str, Any]:
-    """What torch's DistributedSampler deals out in two epochs: duplicates, and whether the order changes."""
-    samplers = [DistributedSampler(range(num_samples), world_size, rank, seed=1) for rank in range(world_size)]
-    first = [list(sampler) for sampler in samplers]
-    again = [list(sampler) for sampler in samplers]
-    for sampler in samplers:
-        sampler.set_epoch(1)
-    dealt = [i for rank in first for i in rank]
-    return {
-        "duplicates": len(dealt) - len(set(dealt)),
-        "predicted": world_size * math.ceil(num_samples / world_size) - num_samples,
-        "same_without_set_epoch": again == first,
-        "same_with_set_epoch": [list(sampler) for sampler in samplers] == first,
-    }
+def single_process(group: Group) -> int:
+    """Bytes that this rank sends in a step of `torch.nn.DataParallel`, where one process drives all devices: device 0
+    hands its weights to each other one and takes their gradients in."""
+    flat = torch.zeros(sum(sizes(model())))
+    with measure.ledger() as led:
+        for other in range(1, group.world_size):
+            for source, target in ((0, other), (other, 0)):  # replicate before forward, reduce after backward
+                if group.rank == source:
+                    group.send(flat, target)
+                elif group.rank == target:
+                    group.recv(flat, source)
+    return led.bytes()
 
 
 def activation_peaks(batch: int = 128, microbatches: int = 4) -> dict[str, int]:
@@ -224,6 +221,37 @@ def compression(world_size: int = 2, share: float = 0.01) -> dict[str, Any]:
 
 def _compression(group: Group, share: float) -> dict[str, Any]:
     return losses(group, compressors(share))
+
+
+# A larger batch.
+
+
+def batch_and_rate(batch: int = 16, factor: int = 8, samples: int = 4096, lr: float = 1.0) -> dict[str, list[float]]:
+    """Losses after each step of SGD on the same samples: in small batches, and in batches `factor` times as large with
+    the same learning rate, with `factor` times the rate, and with that rate reached over the first fifth of the steps.
+    """
+    teacher, found = student(seed=1), {}
+    x = torch.randn(samples, LAYERS[0], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        y = teacher(x) * 3
+    large = samples // (factor * batch)
+    runs = {
+        "batch": (batch, lambda step: lr),
+        f"batch x {factor}, the same rate": (factor * batch, lambda step: lr),
+        f"batch x {factor}, rate x {factor}": (factor * batch, lambda step: factor * lr),
+        "    and warm-up": (factor * batch, lambda step: factor * lr * min(1.0, (step + 1) / (large // 5))),
+    }
+    for name, (rows, rate) in runs.items():
+        net, curve = student(), []
+        for step, (inputs, targets) in enumerate(zip(x.split(rows), y.split(rows), strict=True)):
+            loss = (net(inputs) - targets).square().mean()
+            gradients = torch.autograd.grad(loss, list(net.parameters()))
+            with torch.no_grad():
+                for weight, gradient in zip(net.parameters(), gradients, strict=True):
+                    weight -= rate(step) * gradient
+            curve.append(loss.item())
+        found[name] = curve
+    return found
 
 
 # A mistake that the loss does not show.

@@ -5,16 +5,14 @@
 # all-reduce per tensor to buckets that travel while earlier layers still compute.
 # Stands on labs 01 (the ring all-reduce) and 02 (the training step).
 #
-# About 4 hours: 75 minutes for the exercises, the rest for the measurements and the questions. Parts marked *optional*
-# (gradient compression and its exercise) take another 40 minutes. Run All takes about a minute. At the end you can
-# answer:
+# About 4 hours; the core path of two is exercises 1 to 5 (75 minutes), the measurements and *Break it*. Parts marked *skip
+# on a first reading* take 40 minutes. Run All takes about a minute. At the end you can answer:
 #
 # 1. Which bytes does a data-parallel step send, and what do they *not* depend on?
 # 2. How much of the communication can hide behind backward, and what is left over in the best case?
 # 3. Training runs, the loss falls, and the gradients are still wrong. Which three numbers tell you?
 #
-# Every rank below is a real process. Times that are *emulated* say so: backward sleeps for a known time and the link is
-# paced, because ranks that share a few cores overlap only roughly. One section reads a real trace instead.
+# Every rank below is a real process. Where times are *emulated*, backward sleeps for a known time and the link is paced.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -60,9 +58,8 @@ for rank, (own, averaged, error) in enumerate(launch(shards_and_batch, 4)):
     print(f"largest difference to the whole batch {error:.0e}")
 
 # %% [markdown]
-# Everything else follows. Replicas that start equal and take the same step with the same gradients stay equal, so no
-# weight ever has to be sent. Only the *data* is divided: every rank holds the whole model, its gradients and its
-# optimizer state, and a model that does not fit on one device does not fit on a thousand this way (lab 04 divides those).
+# Replicas that start equal and take the same step with the same gradients stay equal, so no weight ever has to be sent.
+# Only the *data* is divided: a model that does not fit on one device does not fit on a thousand this way (lab 04).
 #
 # ## Predict
 #
@@ -273,7 +270,7 @@ weighted_loss = check("token-weighted-loss", weighted_loss)
 # With accumulation the same holds for microbatches: divide by the tokens of the whole step, a number known before its
 # first backward.
 #
-# ### 6. Sending less (20 minutes, *optional*)
+# ### 6. Sending less (20 minutes, *skip on a first reading*)
 #
 # If the link is slow, send only the k largest entries of each rank with their indices, and remember the rest: it is added
 # to the next gradient before choosing ([error feedback, Karimireddy et al. 2019](https://arxiv.org/abs/1901.09847)), so
@@ -315,9 +312,9 @@ ranks = launch(receipts.on_ranks, N)
 receipts.sent(ranks, guess_factor)
 
 # %% [markdown]
-# $2P(N-1)/N$, whatever the batch, because data parallelism sends *gradients*. So a larger batch per rank is the cheapest
-# way to make communication matter less. Accumulation does the same without the memory, provided it does not reduce each
-# time.
+# $2P(N-1)/N$, whatever the batch: a larger batch per rank is the cheapest way to make communication matter less.
+# Accumulation does the same without the memory, provided it does not reduce each time. torch's older `nn.DataParallel` has one process for all devices: weights go out through device 0 and gradients come
+# in, $(N-1)P$ each way on one link where a ring has at most $2P$ on every one.
 #
 # ## Measure: is it the big batch?
 
@@ -327,6 +324,17 @@ receipts.same_as_one_process(ranks)
 # %% [markdown]
 # The gradient differs in the seventh digit, because sums run in another order. The replicas differ by *exactly* zero,
 # because all ranks hold the same bits after an all-reduce. The first is rounding; the second is an invariant.
+#
+# And does the big batch learn as much? More ranks make it larger and the steps fewer. The same samples, eight times the
+# batch:
+
+# %%
+receipts.batch_and_rate()
+
+# %% [markdown]
+# With the learning rate unchanged, an eighth of the steps learns less. Scale it with the batch, and let it rise over the
+# first steps ([Goyal et al. 2017](https://arxiv.org/abs/1706.02677); with Adam by the root). Beyond a *critical batch* no
+# rate makes up for missing steps ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162)).
 #
 # ## Measure: time
 #
@@ -360,8 +368,8 @@ receipts.overlap(steps["forms"], guess_hidden)
 # %% [markdown]
 # The hidden share is 1 − (step − backward) / communication: 0 if the two add up, 1 if communication costs no time.
 #
-# The last bucket can never hide, because its gradients are ready when backward ends. With 8 equal buckets that is 1/8 of
-# the communication, so 87.5 % is the best there is. Smaller buckets would leave less over. So why not one per tensor?
+# The last bucket can never hide: with 8 equal ones 87.5 % is the best there is. Smaller buckets would leave less over. So
+# why not one per tensor?
 #
 # ### How large a bucket?
 #
@@ -375,9 +383,8 @@ show(figures.draw_bucket_sweep, numbers=far["sweep"])
 receipts.bucket_sizes(far["sweep"])
 
 # %% [markdown]
-# Between too many buckets and one there is a flat valley; torch's default of 25 MB was chosen to lie in it.
-# Its first bucket is smaller (1 MB), so that the link is busy early, but only while you leave `bucket_cap_mb` unset: give
-# the argument and it holds for the first bucket, too.
+# Between too many buckets and one there is a flat valley; torch's default of 25 MB was chosen to lie in it. Its first
+# bucket is smaller (1 MB), so that the link is busy early, unless you give `bucket_cap_mb`.
 #
 # ### One rank is late
 #
@@ -405,18 +412,17 @@ show(figures.draw_trace, events=events)
 receipts.trace(events)
 
 # %% [markdown]
-# A layer's backward is two matmuls: the gradient of its weight and that of its input. Then its bucket is full: the main
-# thread *issues* the all-reduce (black line) and goes on with the next layer, while a thread of gloo executes it. The
-# first layer's bucket is issued last, with nothing left to hide behind. All threads of both ranks share this machine's
-# cores, so matmuls beside an all-reduce take longer.
+# A layer's backward is two matmuls, for its weight and for its input. Then its bucket is full: the main thread *issues* the
+# all-reduce (black line) and goes on, while a thread of gloo executes it. The first layer's bucket is issued last, with
+# nothing left to hide behind.
 #
-# On a GPU the picture has other rows. The CPU's row only *launches* kernels and runs ahead. Matmuls are kernels on the
-# compute stream, all-reduces are NCCL kernels on a stream of their own, which waits for an *event* that the compute stream
-# records when the bucket is full; `wait()` makes the compute stream wait, not the host. NCCL's kernels occupy a few SMs and
-# memory bandwidth, so overlapped matmuls slow down there, too. Exposed communication is a gap in the compute stream
-# before the optimizer's kernels, not a long `ncclAllReduce` row: that row includes the time until the slowest rank arrives.
+# On a GPU the CPU's row only *launches* kernels. All-reduces are NCCL kernels on a stream of their own, which waits for an
+# *event* that the compute stream records when the bucket is full; `wait()` makes the compute stream wait, not the host.
+# NCCL's kernels occupy a few SMs and memory bandwidth, so matmuls beside them slow down there, too. Exposed communication
+# is a gap in the compute stream before the optimizer's kernels, not a long `ncclAllReduce` row: that includes the time
+# until the slowest rank arrives.
 #
-# ## Measure: compression (*optional*)
+# ## Measure: compression (*skip on a first reading*)
 #
 # minillm's hooks (`BucketedDDP(model, group, hook=...)`) on a small network, and your top-k beside them with 1 % of the
 # entries. The dotted line has no error feedback and sends the same bytes.
@@ -429,7 +435,7 @@ show(figures.draw_losses, numbers=trained)
 receipts.compression(trained)
 
 # %% [markdown]
-# int8 sends a quarter of the bytes and its curve lies on the dense one. Top-k sends $2k/n$ of the dense bytes on two
+# int8 sends a quarter of the bytes; its curve lies on the dense one. Top-k sends $2k/n$ of the dense bytes on two
 # ranks (a value *and* an index), but it is an all-gather: its bytes grow with $N-1$ while an all-reduce's saturate. On 64
 # ranks 1 % of the entries costs 64 % of the dense bytes, and beyond $N = n/k$ it is a loss.
 #
@@ -460,8 +466,7 @@ show(figures.draw_division, numbers=undivided)
 receipts.division(undivided)
 
 # %% [markdown]
-# The norm is the only trace. Adam divides by the gradient's own size, so a factor of 2 cancels in the loss. Real
-# frameworks have shipped this ([pytorch#144352](https://github.com/pytorch/pytorch/issues/144352),
+# The norm is the only trace: Adam divides by the gradient's own size. Real frameworks have shipped this ([pytorch#144352](https://github.com/pytorch/pytorch/issues/144352),
 # [torchtitan#800](https://github.com/pytorch/torchtitan/issues/800): a pipeline's gradients too large by the number of
 # microbatches). It shows later: gradient clipping sets in sooner, and the behaviour changes when somebody changes $N$.
 # *Compare gradients with one process, in one SGD step*; minillm's oracle does that.
@@ -481,9 +486,8 @@ receipts.crossed(launch(experiments_breaks.as_they_become_ready, 2))
 #
 # <details><summary>Answer</summary>
 #
-# Rank 0's first all-reduce belongs to the branch that it finished first, rank 1's to the other one: rank 0's gradient of
-# b was averaged with rank 1's gradient of a. Shapes agree, so the all-reduce takes whatever comes next on each rank, and
-# each rank stores the result under another name: replicas drift apart from the first step. With different sizes minillm
+# Rank 0's gradient of b was averaged with rank 1's gradient of a: shapes agree, so the all-reduce takes whatever comes next
+# on each rank, and each stores the result under another name. Replicas drift apart from the first step. With different sizes minillm
 # raises a `MismatchError`, and NCCL would hang or sum garbage. Start buckets in one fixed order, as your `overlap` does,
 # and compare a checksum of the weights between ranks now and then: one all-reduce of one number.
 # </details>
@@ -511,8 +515,7 @@ error = experiments_breaks.unequal_shards(average_gradients, weighted_loss)
 receipts.unequal(error)
 
 # %% [markdown]
-# Shuffling lowers the error but does not remove it, and it grows where a rank's samples have something in common, such
-# as one rank that always gets the long documents. Weighting costs one number.
+# Shuffling lowers the error but does not remove it. Weighting costs one number.
 #
 # ## The same in production
 #
@@ -541,33 +544,9 @@ receipts.libraries(libs)
 # with accelerator.accumulate(model): accelerator.backward(loss)
 # ```
 #
+# `find_unused_parameters=True` is for models in which a rank may skip a layer; it walks the graph in every step.
 # [PowerSGD (Vogels et al. 2019)](https://arxiv.org/abs/1905.13727) has a large error here because a gradient of random
-# tokens is not low-rank; error feedback sends the rest later. It runs with one bucket because on gloo its two rounds of
-# several buckets can overtake each other, which is the bug you just found. `find_unused_parameters=True` is for models in
-# which a rank may skip a layer; it walks the graph in every step.
-#
-# The sampler that goes with DDP pads, and repeats its order unless told the epoch:
-
-# %%
-receipts.sampler()
-
-# %% [markdown]
-# minillm's reducer (`minillm/parallel/data_parallel/reducer.py`) adds to yours: it packs anew after the first step in rank
-# 0's order, contributes zeros for parameters that got no gradient, attaches gradients to their buckets again after
-# `set_to_none`, and names what is wrong.
-#
-# ### Between replicas and shards
-#
-# *Hybrid sharding* ([Zhao et al. 2023](https://arxiv.org/abs/2304.11277), §3.2.2) divides weights, gradients and optimizer
-# state over the GPUs of a node, as lab 04 will build it, and is plain data parallelism between nodes: each GPU all-reduces
-# only its shard of the gradients across. In torch it is `fully_shard` on a mesh of two dimensions, (replicate, shard).
-
-# %%
-receipts.hybrid()
-
-# %% [markdown]
-# Full sharding holds least, but its weights cross the slow network for every forward and backward pass. Hybrid sharding
-# gathers them inside a node: it holds more, and only gradients cross, in few rounds.
+# tokens is not low-rank; error feedback sends the rest later.
 #
 # ## On a cluster
 #
@@ -631,17 +610,15 @@ receipts.design_scaling()
 # **2. Is averaging over ranks always right?**
 # <details><summary>Answer</summary>
 #
-# Only if every rank has the same number of samples or tokens. Divide each rank's *sum* by the global count and multiply by
-# N, because DDP divides by N afterwards. A rank without a token needs a loss of 0 with a graph, so that it takes part in
-# the all-reduces.
+# Only if every rank has the same number of tokens. Divide each rank's *sum* by the global count and multiply by N, because
+# DDP divides by N afterwards. A rank without a token needs a loss of 0 with a graph, to take part in the all-reduces.
 # </details>
 #
 # **3. Would you compress gradients?**
 # <details><summary>Answer</summary>
 #
-# It depends on what limits the run. bf16 halves the bytes and often does no harm; large runs nevertheless reduce in fp32 on
-# purpose, because rounding at every hop adds up and their links can afford it. int8 with error feedback sends a quarter.
-# Top-k and PowerSGD are for slow links and few ranks.
+# bf16 halves the bytes and often does no harm; large runs nevertheless reduce in fp32, because rounding at every hop adds
+# up and their links can afford it. Top-k and PowerSGD are for slow links and few ranks.
 # </details>
 #
 # **4. A DDP job hangs in the first step after a model change. Where do you look?**

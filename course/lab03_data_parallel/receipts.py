@@ -43,7 +43,6 @@ def _step() -> Iterator[Row]:
     yield row("bucketed, bf16 hook: bytes sent by each rank", plain / 2, found["bf16 hook"]["bytes"], "B", 1e-3)
     yield row("    relative error of the gradient", None, found["bf16 hook"]["error"])
     yield row("replicas: largest difference of weights after 3 steps", 0, found["replicas_apart"])
-    yield from sampler().rows
 
 
 def _clock() -> Iterator[Row]:
@@ -91,12 +90,13 @@ def on_ranks(group: Group) -> dict[str, Any]:
     """What `sent` and `same_as_one_process` need of a rank."""
     return {
         "sent": experiments.bytes_by_setting(group),
+        "single": experiments.single_process(group),
         "same": experiments.same_as_alone(group),
         "samples": experiments.seen_in_a_step(group, microbatch=4, microbatches=8),
     }
 
 
-@titled(f"a model of {experiments.gradient_bytes():,} bytes of gradients, 4 ranks", open_rows=2)
+@titled(f"a model of {experiments.gradient_bytes():,} bytes of gradients, 4 ranks", open_rows=3)
 def sent(ranks: Sequence[dict[str, Any]], guess: float | None = None) -> Iterator[Row]:
     n, order = len(ranks), experiments.sizes(experiments.model())
     caps = (experiments.CAP_MB, 4 * experiments.CAP_MB)
@@ -109,10 +109,22 @@ def sent(ranks: Sequence[dict[str, Any]], guess: float | None = None) -> Iterato
     once = int(predict.gradient_bytes(experiments.gradient_bytes(), n))
     both = tuple(found[f"4 microbatches, {how}"]["bytes"] for how in ("no_sync", "plain"))
     yield row("4 microbatches: bytes per rank with no_sync, without", (once, 4 * once), both, "B")
+    through = ranks[0]["single"], sum(rank["single"] for rank in ranks[1:])
+    due = (n - 1) * experiments.gradient_bytes()
+    yield row("DataParallel, one process: bytes that leave device 0, and enter it: (N-1) P", (due, due), through, "B")
     for name in ("batch 1", "batch 8", "buckets four times as large"):
         yield row(f"{name}: bytes per rank", once, found[name]["bytes"], "B")
     due = tuple(calls[name] for name in found)
     yield row("all-reduces of these five", due, tuple(line["all_reduces"] for line in found.values()))
+
+
+def batch_and_rate(factor: int = 8) -> Table:
+    """What the same samples teach in batches of two sizes, by learning rate."""
+    found = experiments.batch_and_rate(factor=factor)
+    lines = [
+        (name, str(len(losses)), f"{max(losses):.3g}", f"{sum(losses[-4:]) / 4:.3g}") for name, losses in found.items()
+    ]
+    return table("the same samples, SGD: measured", ("", "steps", "largest loss", "loss of the last 4 steps"), lines)
 
 
 @titled("the same as one process", open_rows=2)
@@ -243,28 +255,6 @@ def libraries(libs: dict[str, dict[str, float]]) -> Iterator[Row]:
         yield row(f"{name}; error {found['error']:.0e}", wire, found["wire"], "B", tolerance=0.03, noisy=True)
 
 
-def hybrid(params: int = 7 * 10**9, nodes: int = 8, per_node: int = 8) -> Table:
-    """State and traffic between nodes: replicas, shards over all GPUs, shards in a node with replicas across.
-
-    16 bytes of state per parameter; with shards, weights are gathered twice and gradients scattered once. A ring over
-    all GPUs leaves each node over one link, so its bytes are a node's; in hybrid sharding each GPU has a ring across.
-    """
-    ranks = nodes * per_node
-    plain, gather = (cost(params, 2, ranks) for cost in (comms.ring_all_reduce, comms.ring_all_gather))
-    across = comms.ring_all_reduce(params // per_node, 2, nodes)
-    forms = {
-        "replicas everywhere (DDP)": (1, plain.sent_per_rank[0], plain.rounds),
-        "shards over all GPUs": (ranks, 3 * gather.sent_per_rank[0], 3 * gather.rounds),
-        "shards in a node, replicas across (hybrid)": (per_node, per_node * across.sent_per_rank[0], across.rounds),
-    }
-    lines = [
-        (name, f"{16 * params / shards / 1e9:.1f} GB", f"{leaving / 1e9:.1f} GB", rounds)
-        for name, (shards, leaving, rounds) in forms.items()
-    ]
-    columns = ("", "state per GPU", "leaves a node per step", "rounds across")
-    return table("7B parameters in bf16, 8 nodes of 8 GPUs, a ring per collective; formula", columns, lines)
-
-
 def design_tokens(flops: float = 400e12, bandwidth: float = 50e9) -> Table:
     """A: 7B parameters over 64 GPUs; backward takes 4 FLOPs per parameter and token."""
     lines = []
@@ -282,14 +272,6 @@ def design_scaling(batch: int = 512, per_gpu: int = 4) -> Table:
         for gpus, step in steps.items()
     ]
     return table(f"B. a batch of {batch}; formula", ("GPUs", "microbatches", "a step", "efficiency"), lines)
-
-
-@titled("torch's DistributedSampler, 10 samples on 4 ranks", open_rows=2)
-def sampler() -> Iterator[Row]:
-    found = experiments.torch_sampler(num_samples=10, world_size=4)
-    yield row("samples dealt out twice: N·ceil(D/N) - D", found["predicted"], found["duplicates"])
-    same = found["same_without_set_epoch"], found["same_with_set_epoch"]
-    yield row("second epoch in the same order: without set_epoch, with set_epoch(1)", (True, False), same)
 
 
 CLAIMS = (rows, trace)

@@ -5,8 +5,8 @@
 # times $(N-1)/N$.** You divide them. ($N$ ranks; the parameters take $P$ bytes.)
 # Stands on labs 01 (reduce-scatter and all-gather), 02 (16 bytes per parameter) and 03 (replicas).
 #
-# About 4 hours: 80 minutes for the exercises, the rest for the measurements and the questions. Parts marked *optional*
-# (offload) take another half hour. Run All takes about a minute. At the end you can answer:
+# About 4 hours; the core path of two is exercises 1 to 6, the first two measurements and *Break it*. Offload, marked *skip
+# on a first reading*, takes another half hour. Run All takes about a minute. At the end you can answer:
 #
 # 1. What does a rank hold, and what does it send, in each of the three stages?
 # 2. Why do stages 1 and 2 send no more than plain data parallelism, and what makes stage 3 expensive?
@@ -286,7 +286,7 @@ def whole_state(state, numel, group):
 whole_state = check("whole-state", whole_state)
 
 # %% [markdown]
-# ### 7. Offload (15 minutes, *optional*)
+# ### 7. Offload (15 minutes, *skip on a first reading*)
 #
 # Adam treats every element alone, so if the state is still too large, its moments can lie in slow memory (the host's, or
 # a file on an NVMe disk) and be streamed through fast memory chunk by chunk. `store.read(name, part)` gives a copy of a
@@ -406,7 +406,7 @@ sliders(
 )
 
 # %% [markdown]
-# ## Measure: offload (*optional*)
+# ## Measure: offload (*skip on a first reading*)
 #
 # The optimizer moves to where its state is (host memory or files; `minillm/parallel/sharding/offload.py`), so the state itself
 # never travels. The gradient shard crosses the link down to the host and the updated weights come back up: in 16 bits

@@ -5,7 +5,8 @@
 # this is nearly all it sends.
 # Stands on labs 01 (all-reduce and its two halves) and 02 (the model).
 #
-# About 4 hours, two of them for the exercises. Run All takes about a minute. At the end you can answer:
+# About 4 hours; the core path of two is exercises 1 to 6 and *Break it*. Run All takes about a minute. At the end you can
+# answer:
 #
 # 1. Why does a layer need exactly 2 all-reduces forward and 2 backward, and what do they grow with?
 # 2. What does sequence parallelism divide that tensor parallelism does not, and why does it send nothing more?
@@ -322,7 +323,7 @@ GatherIn, ScatterOut, sum_norm_gradients = check(
 )
 
 # %% [markdown]
-# ### 7. Overlap (15 minutes)
+# ### 7. Overlap (15 minutes, *skip on a first reading*)
 #
 # A column layer's backward has two products, $dX$ and $dW$. Only $dX$ has to be all-reduced, so the other can be
 # computed meanwhile. `group.all_reduce(x, async_op=True)` returns a handle at once; `handle.wait()` returns when the sum

@@ -5,8 +5,8 @@
 # run them on real ranks and compare them with these formulas.
 # Stands on labs 01 (messages) and 02 (the step, accumulation).
 #
-# About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Parts marked
-# *optional* take another half hour. Run All takes about a minute. At the end you can answer:
+# About 4 hours; the core path of two is the exercises (105 minutes) with the figures beside them. Run All takes about a
+# minute. At the end you can answer:
 #
 # 1. For which share of a step do stages idle, and what does, and does not, change it?
 # 2. What does each stage hold at most under GPipe, 1F1B, interleaving, zero bubble and DualPipe, and what do they send?
@@ -419,7 +419,7 @@ receipts.held(every)
 # sends $2M(nv-1)$ messages, 112 instead of 48. *No* schedule divides the first stage's activations by $n$: under 1F1B
 # it holds $n$ microbatches of $1/n$ of the layers, as much as one process that accumulates gradients.
 #
-# The same in bytes, from every tensor that autograd saves (*optional*), and the bytes of the messages:
+# The same in bytes, from every tensor that autograd saves (*skip on a first reading*), and the bytes of the messages:
 
 # %%
 receipts.activation_bytes()

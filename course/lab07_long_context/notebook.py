@@ -5,7 +5,7 @@
 # different ranks.** You cut it, first on one rank, then over several.
 # Stands on labs 01 (ring, all-to-all) and 02 (the memory of a step).
 #
-# About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
+# About 4 hours; the core path of two is the exercises (105 minutes) with the figures beside them. Run All takes about a
 # minute. At the end you can answer:
 #
 # 1. What does attention have to remember so that neither forward nor backward ever holds the score matrix?

@@ -5,7 +5,7 @@
 # gradients of a layer of experts, watch a router collapse, and cure it twice.
 # Stands on labs 01 (all-to-all) and 03 (averaged gradients).
 #
-# About 4 hours: 85 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
+# About 4 hours; the core path of two is the exercises (85 minutes) with the figures beside them. Run All takes about a
 # minute. At the end you can answer:
 #
 # 1. What does a mixture of experts make larger, what does it leave alone, and what moves between ranks for it?

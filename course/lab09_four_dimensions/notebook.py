@@ -5,7 +5,7 @@
 # can take twice as long.**
 # Stands on labs 03 to 07 (one axis each).
 #
-# About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
+# About 4 hours; the core path of two is the exercises (105 minutes) with the figures beside them. Run All takes about a
 # minute. At the end you can answer:
 #
 # 1. Given a rank number, which ranks does it talk to along each axis, and over which link?

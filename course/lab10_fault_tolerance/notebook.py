@@ -5,15 +5,12 @@
 # files, the state and the accounting, and the checks do the killing.
 # Stands on labs 02 (what a step holds), 03 (replicas) and 04 (sharded state).
 #
-# About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
+# About 4 hours; the core path of two is the exercises (105 minutes) with the cells beside them. Run All takes about a
 # minute. At the end you can answer:
 #
 # 1. In which order is a checkpoint written, so that a kill at any instant leaves the one before or the one after?
 # 2. What has to be in it for the next loss to be equal in every bit, and what if the number of ranks is another?
 # 3. How often do you save, how do you find the rank that is to blame, and what share of the hours is left?
-#
-# The labs before this one assumed that all ranks are there. On thousands of GPUs the question is not whether one fails
-# but when.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -52,9 +49,9 @@ guess_hours = 24.0  # your guess
 receipts.interruptions(guess_hours)
 
 # %% [markdown]
-# Nothing in such a job is unreliable. There is just a lot of it, and any part stops the whole job. By the percentages
-# of the paper's table (its counts give 64 %) 59 % of the interruptions came from GPUs and their memory, 13 % from software, 8 % from the network; 6 of the 419
-# were found to be silent data corruption. So "a GPU fails every 5.8 years" below means its share of all causes.
+# Nothing in such a job is unreliable. There is just a lot of it, and any part stops the whole job. By the percentages of
+# the paper's table (its counts give 64 %) 59 % of the interruptions came from GPUs and their memory; 6 of the 419 were
+# silent data corruption. So "a GPU fails every 5.8 years" below means its share of all causes.
 #
 # ### Common claims
 #
@@ -209,8 +206,6 @@ layouts = experiments.reshard()
 receipts.reshard(layouts)
 
 # %% [markdown]
-# No rank reads more than it holds, and every bit is the same.
-#
 # ### 4. The same bits (15 minutes)
 #
 # A resumed run should give the very losses of a run that nobody stopped. That is worth having: any difference is then a
@@ -465,13 +460,11 @@ skip_together = check("same-branch", skip_together)
 receipts.rank_0()
 
 # %% [markdown]
-# And the learning rate: a scheduler that is stepped once per microbatch (4 of them), and one whose state was not saved.
+# And the learning rate: a scheduler that is stepped once per microbatch (4 of them) is at its end after a quarter of the
+# steps, and one whose state was not saved warms up again.
 
 # %%
 show(figures.draw_schedules)
-
-# %%
-receipts.schedules()
 
 # %% [markdown]
 # ### Silently wrong
@@ -516,8 +509,7 @@ theirs = production.distributed_checkpoint()
 receipts.distributed_checkpoint(theirs)
 
 # %% [markdown]
-# The same idea as in exercises 1 and 3, without the one of exercise 2: there are no checksums of the contents. (minillm
-# reads and writes its format: `minillm.train.checkpoint.torch_format`.)
+# The same idea as in exercises 1 and 3, without the one of exercise 2: there are no checksums of the contents.
 #
 # [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) watches its workers and starts *all* of them again when
 # one fails. Live: 2 workers count to 10 and save every 4, the first is killed after 6.
@@ -537,10 +529,8 @@ receipts.elastic(agent)
 # What large jobs do about the hours that are left:
 #
 # - *Lost work*: [GEMINI](https://doi.org/10.1145/3600006.3613145) copies checkpoints into a neighbour's memory, up to one
-#   per step, and so do the
-#   [local checkpoints](https://nvidia.github.io/nvidia-resiliency-ext/checkpointing/local/usage_guide.html) of
-#   nvidia-resiliency-ext; minillm restarts from the disk. [MegaScale](https://arxiv.org/abs/2402.15627) copies to the host
-#   in seconds and writes later; after a failure one rank reads what a group shares and hands it on.
+#   per step. [MegaScale](https://arxiv.org/abs/2402.15627) copies to the host in seconds and writes later; after a failure
+#   one rank reads what a group shares and hands it on.
 # - *Restarts*: [Bamboo](https://arxiv.org/abs/2204.12013) lets each stage compute its neighbour's layers too, and
 #   [Oobleck](https://arxiv.org/abs/2309.08125) has pipelines of several lengths ready; the others go on.
 #
@@ -641,14 +631,7 @@ receipts.design_lever()
 # dead: end the processes and start from the last checkpoint.
 # </details>
 #
-# **7. How often do you save?**
-# <details><summary>Answer</summary>
-#
-# √(2 · stall · MTBF of the job), MTBF = that of a GPU / GPUs; not shorter than a write takes. Then a failure loses half
-# an interval, plus one write if the save is in the background.
-# </details>
-#
-# **8. The loss jumps and stays up. What do you do?**
+# **7. The loss jumps and stays up. What do you do?**
 # <details><summary>Answer</summary>
 #
 # First compare replicas and the ranks' gradient norms, since a device that computes wrongly looks the same. Otherwise go

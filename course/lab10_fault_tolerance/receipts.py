@@ -22,49 +22,53 @@ def interruptions(guess_hours: float | None = None) -> Iterator[Row]:
     days = faults.LLAMA3_DAYS * 24 / faults.LLAMA3_INTERRUPTIONS
     yield formula("hours between two interruptions: 54 · 24 / 419", days, "h", guess=guess_hours)
     yield formula("    years between two of one GPU: times 16,384", faults.LLAMA3_GPU_MTBF_S / YEAR, "years")
-    yield formula("days between two on 64 GPUs", faults.job_mtbf(faults.LLAMA3_GPU_MTBF_S, 64) / 86400, "days")
 
 
-@titled("killed after every operation, three kinds of power cut", open_rows=4)
+@titled("killed after every operation, three kinds of power cut", open_rows=1, show="metadata first: kills")
 def torn() -> Iterator[Row]:
     ours = experiments_breaks.ANSWERS.save, experiments_breaks.ANSWERS.load
     theirs = experiments_breaks.metadata_first, experiments_breaks.newest_with_a_manifest
     for name, (save, load), harmless in (("manifest last, renamed", ours, True), ("metadata first", theirs, False)):
         found = [experiments_breaks.torn(save, load, order) for order in ((0, 1, 2), (2, 1, 0))]
         count, kills = sum(each["torn"] for each in found), sum(each["kills"] for each in found)
-        yield row(f"{name}: what load takes is always whole", harmless, count == 0)
-        yield row("    torn ones, of so many kills", None, (count, kills))
+        yield row(f"{name}: kills of {kills} after which load takes a torn one", 0 if harmless else None, count)
+        yield row("    what load takes is always whole", harmless, count == 0)
 
 
-@titled("saved by 4 ranks under ZeRO 3")
+@titled("saved by 4 ranks under ZeRO 3, restored in three other layouts", open_rows=2)
 def reshard(found: Sequence[Sequence[tuple[str, int, int, int]]] | None = None) -> Iterator[Row]:
     found = found or experiments.reshard()
-    for name in experiments.LAYOUTS:
-        ranks = [each for rank in found for each in rank if each[0] == name]
-        yield row(f"{name}: tensors that differ, on all ranks", 0, sum(other for _, other, *_ in ranks))
-        yield row("    bytes read: no more than the busiest rank holds", True, all(r <= h for *_, r, h in ranks))
-        yield row("    read, held", None, (max(r for *_, r, _ in ranks), max(h for *_, h in ranks)), "B")
+    layouts = {name: [each for rank in found for each in rank if each[0] == name] for name in experiments.LAYOUTS}
+    everywhere = [each for ranks in layouts.values() for each in ranks]
+    yield row("tensors that differ, on all ranks", 0, sum(other for _, other, *_ in everywhere))
+    yield row("ranks that read more bytes than they hold", 0, sum(read > held for *_, read, held in everywhere))
+    for name, ranks in layouts.items():
+        most = max(read for *_, read, _ in ranks), max(held for *_, held in ranks)
+        yield row(f"{name}: bytes read and held by the busiest rank", None, most, "B")
 
 
-@titled("resumed without one part: largest difference of 20 losses", open_rows=8)
+@titled("resumed without one part: largest difference of 20 losses", open_rows=1)
 def forgotten(found: dict[str, tuple[int | None, float]] | None = None) -> Iterator[Row]:
     found = dict(found or experiments.forgotten())
-    yield row("nothing forgotten: the same bits", True, found.pop("nothing")[0] is None)
-    yield row("any part forgotten: other losses", True, all(apart > 0 for _, apart in found.values()))
+    complete = found.pop("nothing")[0] is None
+    yield row(
+        f"other losses, whichever of {len(found)} parts is forgotten", True, all(a > 0 for _, a in found.values())
+    )
+    yield row("nothing forgotten: the same bits", True, complete)
     for part, (first, apart) in found.items():
         yield row(f"    {part}: first loss that differs, by at most", None, (first, apart))
 
 
 @titled(
-    f"a save of {SAVE_S:.0f} s, a restart of {RESTART_S / 60:.0f} minutes, a failure every {MTBF_S / HOUR:.0f} hours"
+    f"a save of {SAVE_S:.0f} s, a restart of {RESTART_S / 60:.0f} minutes, a failure every {MTBF_S / HOUR:.0f} hours",
+    open_rows=1,
 )
 def intervals(played: dict[float, dict[str, float]] | None = None) -> Iterator[Row]:
     played = played or experiments.intervals()
     best = faults.young_interval(SAVE_S, MTBF_S)
     share = {interval: spent["useful"] / sum(spent.values()) for interval, spent in played.items()}
-    yield formula("Young's interval", best, "s")
     reached = faults.goodput(best, SAVE_S, RESTART_S, MTBF_S)
-    yield row("goodput there", reached, share[best], "", 0.01, kind="simulated")
+    yield row(f"goodput at Young's interval, {best:.0f} s", reached, share[best], "", 0.01, kind="simulated")
     top = max(share.values())
     yield row("    no interval gains more than 0.005", True, top - share[best] < 0.005, kind="simulated")
     for factor in (0.25, 4):
@@ -73,10 +77,9 @@ def intervals(played: dict[float, dict[str, float]] | None = None) -> Iterator[R
         yield row(f"goodput at {factor:g} times as long", expected, share[near], "", 0.02, kind="simulated")
 
 
-@titled("16,384 GPUs")
+@titled("16,384 GPUs", open_rows=1)
 def llama() -> Iterator[Row]:
     mtbf, days = faults.job_mtbf(faults.LLAMA3_GPU_MTBF_S, faults.LLAMA3_GPUS), faults.LLAMA3_DAYS * 86400
-    yield formula("minutes that an interruption may cost in all, for 90 %", 0.1 * mtbf / 60, "min")
     for save, restart in ((60.0, 900.0), (3.0, 600.0)):
         interval = faults.daly_interval(save, mtbf)
         expected = faults.goodput(interval, save, restart, mtbf)
@@ -93,7 +96,7 @@ def llama() -> Iterator[Row]:
     )
 
 
-@titled("10 steps on 4 ranks")
+@titled("10 steps on 4 ranks", open_rows=1)
 def slow(
     steps: Sequence[Sequence[tuple[float, float]]] | None = None, found: Sequence[int] | None = None
 ) -> Iterator[Row]:
@@ -106,21 +109,21 @@ def slow(
     yield row("    seconds of own work", None, tuple(own), "s", noisy=True)
 
 
-@titled("a checkpoint of 2 ranks", open_rows=4)
+@titled("a checkpoint of 2 ranks", open_rows=2)
 def saves(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = found or experiments.saves()
     total, n = found[0]["total"], len(found)
     written = max(rank["foreground"].nbytes for rank in found)
-    yield row("bytes that a rank writes: all / N", total / n, written, "B", tolerance=0.02)
     extra = max(rank["background"].peak - rank["foreground"].peak for rank in found)
     yield row("memory that a background save takes more: a copy", written, extra, "B", tolerance=0.02)
     stalls = [max(rank[how].stall_s for rank in found) for how in ("foreground", "background")]
-    yield row("    stall in the foreground, in the background", None, tuple(stalls), "s", noisy=True)
     copying = max(rank["background"].copy_s for rank in found)
-    yield row("    of which copying", None, copying, "s", noisy=True)
+    name = "stall in the foreground, in the background, of the latter the copy"
+    yield row(name, None, (*stalls, copying), "s", noisy=True)
+    yield row("bytes that a rank writes: all / N", total / n, written, "B", tolerance=0.02)
 
 
-@titled("killed twice, beside a run on one rank that nobody disturbed", open_rows=7)
+@titled("killed twice, beside a run on one rank that nobody disturbed", open_rows=1, show="windows")
 def killed(whole: ElasticRun | None = None, found: ElasticRun | None = None) -> Iterator[Row]:
     whole, found = whole or experiments.run(()), found or experiments.run()
     apart = max(abs(a - b) / b for a, b in zip(found.losses, whole.losses, strict=True))
@@ -136,56 +139,48 @@ def killed(whole: ElasticRun | None = None, found: ElasticRun | None = None) -> 
     yield row("    useful share of the time, with starts of seconds", None, found.spent.share, noisy=True)
 
 
-@titled("a timeout of {timeout_s:g} s")
+@titled("a timeout of {timeout_s:g} s", open_rows=1)
 def hang(found: tuple[str, float] | None = None, timeout_s: float = 1.5) -> Iterator[Row]:
     table, measured = found or experiments_breaks.hang(timeout_s)
-    yield row("ranks that wait in the all-reduce", 2, experiments_breaks.waiting(table))
     yield row("seconds without progress until it is known", timeout_s, measured, "s", tolerance=0.3, noisy=True)
+    yield row("ranks that wait in the all-reduce", 2, experiments_breaks.waiting(table))
 
 
-@titled("what a neighbour says", open_rows=7)
+@titled("what a neighbour says", open_rows=1, show="waits for others|another machine")
 def health() -> Iterator[Row]:
     for fault, found in zip(experiments_breaks.FAULTS, experiments_breaks.health(), strict=True):
         yield row(fault.what, fault.health.value, found.value)
 
 
-@titled("Adam's first moment, ZeRO 1 on 4 ranks")
+@titled("Adam's first moment, ZeRO 1 on 4 ranks", open_rows=1)
 def rank_0() -> Iterator[Row]:
     found = experiments_breaks.rank_0_saves()
     yield row("elements that rank 0 writes: 1/4", found["model"] // 4, found["rank 0"])
     yield row("    of the model", None, found["model"])
 
 
-@titled("400 steps of a cosine")
-def schedules() -> Iterator[Row]:
-    found = experiments_breaks.schedules()
-    right, each, resumed = found.values()
-    yield row(
-        "per microbatch: learning rate is at its end after a quarter", right[-1], each[100], "", 0.05, kind="computed"
-    )
-    yield row("resumed at 200 without its state: warmup again", 0.0, resumed[200] - right[0], kind="computed")
-    yield row("    learning rate there, as meant", None, right[200], kind="computed")
-
-
-@titled("one flipped bit", open_rows=5)
+@titled("one flipped bit", open_rows=2)
 def corruption(found: Sequence[dict[Any, Any]] | None = None) -> Iterator[Row]:
     found = found or experiments.corruption()
-    yield row("without a fault: replicas that differ", 0, sum(each["named", False] is not None for each in found))
-    yield row("rank that the hashes name", (1,), found[0]["named", True].ranks)
-    yield row("    weight that they name", found[0]["name"], found[0]["named", True].name)
     clean, dirty = (found[0]["loss", flipped] for flipped in (False, True))
-    yield row("loss: relative difference below 1e-3", True, abs(dirty - clean) / clean < 1e-3)
-    yield row("    the difference", None, abs(dirty - clean) / clean)
+    named = found[0]["named", True]
+    yield row("relative difference of the loss: below 1e-3", True, abs(dirty - clean) / clean < 1e-3)
+    yield row("rank and weight that the hashes name", ((1,), found[0]["name"]), (named.ranks, named.name))
+    yield row("without a fault: replicas that differ", 0, sum(each["named", False] is not None for each in found))
 
 
-@titled("share of the time that training stands still")
-def too_often(found: dict[tuple[int, bool], float]) -> Iterator[Row]:
-    for every in dict.fromkeys(every for every, _ in found):
-        both = found[every, False], found[every, True]
-        yield row(f"steps between saves: {every}; in the foreground, in the background", None, both, noisy=True)
+def too_often(found: dict[tuple[int, bool], float]) -> Table:
+    """Measured share of the time in which training waits, by steps between saves."""
+    lines = [
+        (f"every {every} steps", *(share_of(found[every, background]) for background in (False, True)))
+        for every in dict.fromkeys(every for every, _ in found)
+    ]
+    return table(
+        "time that training stands still, measured", ("a save", "in the foreground", "in the background"), lines
+    )
 
 
-@titled("torch.distributed.checkpoint", open_rows=4)
+@titled("torch.distributed.checkpoint")
 def distributed_checkpoint(found: dict[str, Any] | None = None) -> Iterator[Row]:
     found = found or experiments_production.distributed_checkpoint()
     yield row("loaded on 3 ranks: the same bits", [True] * 3, found["same"])
@@ -196,13 +191,13 @@ def distributed_checkpoint(found: dict[str, Any] | None = None) -> Iterator[Row]
     yield row("    files", None, ", ".join(found["files"]))
 
 
-@titled("torchrun --max-restarts 1")
+@titled("torchrun --max-restarts 1", open_rows=1)
 def elastic(found: Sequence[Sequence[tuple[int, int]]] | None = None) -> Iterator[Row]:
     first, second = found or experiments_production.elastic()
     counted = [tuple(step for restarts, step in first if restarts == attempt) for attempt in (0, 1)]
-    yield row("rank 0 before it is killed", tuple(range(1, 7)), counted[0])
-    yield row("rank 0 after: from the last save on", tuple(range(5, 11)), counted[1])
     yield row("rank 1 was started again, too", True, any(restarts == 1 for restarts, _ in second))
+    yield row("rank 0 after: from the last save on", tuple(range(5, 11)), counted[1])
+    yield row("rank 0 before it is killed", tuple(range(1, 7)), counted[0])
 
 
 # Design questions.

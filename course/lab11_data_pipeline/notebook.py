@@ -13,7 +13,7 @@
 # time, or the step waits.
 # Stands on labs 02 (the step) and 03 (one shard of the batch per rank).
 #
-# The six exercises take about an hour and a quarter; with the measurements and the questions at the end plan two to
+# The core path, the six exercises (75 minutes) and sections 6 and 7, takes two hours; with the questions at the end plan
 # three. Running the notebook from top to bottom takes under a minute. At the end you can answer:
 #
 # 1. How does text become tokens without losing a byte, and in which unit do models of different vocabularies compare?
@@ -29,7 +29,6 @@
 # > - *"Character tokens lose information."* They lose nothing that occurred in training; they make sequences longer.
 # >   Vocabularies of words lose every word that they do not hold
 # >   ([Sennrich, Haddow and Birch 2016](https://arxiv.org/abs/1508.07909)).
-# > - *"Tokenization produces vectors."* It produces integer ids. The model's embedding matrix makes vectors of them.
 # > - *"Perplexity and bits per character are the same metric."* exp(nats per token) depends on the tokenizer; bits per
 # >   byte do not (section 2).
 # > - *"DistributedSampler gives each process a unique subset."* Only if the number of ranks divides the number of
@@ -542,12 +541,10 @@ receipts.numbers()
 # **1. Why byte-level BPE, and not words or characters?**
 # <details><summary>Answer</summary>
 #
-# Bytes spell anything, so nothing is unknown and every text comes back, even 10,000 random bytes. With a vocabulary of
-# 4,096 words a good part of the held-out code is unknown. Characters lose nothing, but a sequence is several times as
-# long, and attention pays for length.
+# Bytes spell anything, so nothing is unknown and every text comes back, even 10,000 random bytes. Characters lose nothing,
+# but a sequence is several times as long.
 #
-# *Follow-up: why cut into words before merging?* Otherwise the most frequent pairs join words to punctuation and the
-# vocabulary fills with phrases. The cut is part of the tokenizer: another cut, other tokens.
+# *Follow-up: why cut into words before merging?* Otherwise the most frequent pairs join words to punctuation.
 # </details>
 #
 # **2. Model A has perplexity 12, model B has 190. Which is better?**
@@ -577,28 +574,23 @@ receipts.numbers()
 # **5. nanoGPT draws random windows, with replacement. What is an epoch there?**
 # <details><summary>Answer</summary>
 #
-# There is none. After as many draws as there are windows, 1/e = 37 % of them have never been drawn and others several
-# times. That is fine for less than one pass over very much text; but "exactly once" cannot be said, and only the
-# generator's state resumes it.
+# There is none. After as many draws as there are windows, 1/e = 37 % of them have never been drawn. That is fine for less
+# than one pass over very much text; but only the generator's state resumes it.
 # </details>
 #
 # **6. The GPUs are 40 % busy. Is it the input, and what do you do?**
 # <details><summary>Answer</summary>
 #
-# Train on one batch kept in memory: if the step gets quicker, it was the input. Or split the step and look at the wait
-# before forward. If load exceeds compute, depth does not help; 50 ms against 20 ms makes 50 ms steps with one worker and
-# 20 ms with three. If the mean is fine and some batches come late, depth does help. And do the work once: tokenize
-# beforehand.
-#
-# *Follow-up: symptoms without a profiler?* Step times that vary, busy CPUs beside idle GPUs, epochs that start slowly.
+# Train on one batch kept in memory: if the step gets quicker, it was the input. If load exceeds compute, depth does not
+# help; 50 ms against 20 ms makes 50 ms steps with one worker and 20 ms with three. If some batches come late, depth does
+# help. And tokenize beforehand.
 # </details>
 #
 # **7. Does pretraining need a fast disk?**
 # <details><summary>Answer</summary>
 #
 # A 7B model on an H100 at 40 % of peak reads 9,400 tokens per second, 19 kB/s as uint16. Text pretraining starves for
-# other reasons: tokenizing on the fly, many small remote files, a shuffle made of random seeks, more workers than cores.
-# Images and video are another matter.
+# other reasons: tokenizing on the fly, many small remote files, random seeks, more workers than cores.
 # </details>
 #
 # **8. After a crash and a resume the loss curve is slightly different. What do you check in the data pipeline?**
@@ -612,8 +604,7 @@ receipts.numbers()
 # **9. All ranks log a sensible loss. How do you know that they see different data?**
 # <details><summary>Answer</summary>
 #
-# Gather the sample ids (or a hash of the batch) of one step and count: 32 different ones in job A, 8 in job B. Bytes and
-# calls cannot tell. Equal losses on all ranks are a symptom, and so is an all-reduce that leaves the gradient as it was.
+# Gather the sample ids of one step and count: 32 different ones in job A, 8 in job B. Bytes and calls cannot tell.
 # </details>
 #
 # ## 12 · Design questions
@@ -633,13 +624,11 @@ receipts.design()
 # %% [markdown]
 # <details><summary><b>What a strong answer says</b></summary>
 #
-# **A.** A few megabytes per second for the whole cluster: bandwidth is not the problem. Latency, request rate and
-# restarts are. So read large sequential pieces ahead, keep the text tokenized, and make the order a function of seed and
-# position, so that 2,048 processes agree without talking and a restart costs no replay.
+# **A.** A few megabytes per second for the whole cluster: not bandwidth but latency, request rate and restarts are the
+# problem. Read large sequential pieces ahead, keep the text tokenized, and make the order a function of seed and position.
 #
 # **B.** Nearly half. Packing needs a mask, or at least positions, per document, and the loss has to be divided by the
-# targets that count. Sorting into buckets gets most of the gain without packing, if the order of the batches is
-# shuffled.
+# targets that count. Buckets by length get most of the gain, if the order of the batches is shuffled.
 # </details>
 #
 # **Open task.** Give the committed token file a second epoch that differs from the first, resume it at step 1,000 on half

@@ -76,11 +76,12 @@ def lossless() -> Receipt:
     return receipt(
         "what comes back",
         [
-            row("byte pairs: the held-out files", True, tokenizer.decode(tokenizer.encode(text)) == text),
             row("byte pairs: 10,000 random bytes", True,
                 tokenizer.decode_bytes(tokenizer.encode_bytes(noise)) == noise),
+            row("byte pairs: the held-out files", True, tokenizer.decode(tokenizer.encode(text)) == text),
             row("words: some of the text is unknown", True, word_baseline().unknown_share(text) > 0),
         ],
+        open_rows=1,
     )  # fmt: skip
 
 
@@ -96,6 +97,8 @@ def more_merges(guess: float | None = None) -> Receipt:
             row("tokens saved by the first (257 to 512)", None, f"{1 - counts[1] / counts[0]:.0%}"),
             row("tokens saved by the last (4,096 to 8,192)", None, f"{1 - counts[-1] / counts[-2]:.0%}"),
         ],
+        open_rows=1,
+        show="tokens saved",
     )
 
 
@@ -131,12 +134,12 @@ def units_disagree() -> Receipt:
 def ngram_baseline(bits_per_byte: Callable | None = None) -> Receipt:
     """n-grams on the held-out files: bits per byte from nats per token, and summed over the text without tokens."""
     held_out, rows = experiments.tokens_of("validation"), []
-    for order in (1, 2, 3):
+    for order in (3, 2, 1):
         chances = experiments.chances(order)
         nats, direct = float(-np.log(chances).mean()), float(-np.log2(chances).sum() / held_out.text_bytes)
         bits = (bits_per_byte or answers.bits_per_byte)(nats, len(held_out), held_out.text_bytes)
         rows.append(row(f"{order}-gram, {nats:.3f} nats/token", bits, direct, "bit/B", 1e-6))
-    return receipt("what a model has to beat", rows)
+    return receipt("what a model has to beat", rows, open_rows=1)
 
 
 # Batches.
@@ -180,9 +183,10 @@ def dealt(before: Sequence | None = None, after: Sequence | None = None, samples
     return receipt(
         f"{samples} samples, two epochs: 36 dealt to 4 ranks, 24 to 2",
         [
+            row("times that a sample was shown, fewest and most", (2, 2), (min(seen.values()), max(seen.values()))),
             row("samples that were shown", samples, len(seen)),
-            row("fewest and most often", (2, 2), (min(seen.values()), max(seen.values()))),
         ],
+        open_rows=1,
     )
 
 
@@ -213,11 +217,13 @@ def step_parts(runs: dict[str, dict[str, Any]]) -> Table:
 def two_jobs(jobs: dict[str, list[dict[str, Any]]] | None = None) -> Receipt:
     """A step in which every rank has samples of its own, and one in which all have the same."""
     jobs = jobs or {name: launch(experiments.train_step, 4, job, device="cpu") for name, job in _jobs().items()}
-    rows = [row("bytes sent by rank 0, job B as job A", jobs["A"][0]["bytes"], jobs["B"][0]["bytes"], "B")]
-    for name, everyone in jobs.items():
-        different = len({sample for one in everyone for sample in one["samples"]})
-        rows.append(row(f"job {name}: different samples in the step", 32 if name == "A" else 8, different))
-        rows.append(row("    change of the gradient by the all-reduce", None, everyone[0]["change"]))
+    different = tuple(len({sample for one in ranks for sample in one["samples"]}) for ranks in jobs.values())
+    changes = tuple(ranks[0]["change"] for ranks in jobs.values())
+    rows = [
+        row("different samples in the step: job A, job B", (32, 8), different),
+        row("change of the gradient by the all-reduce: job A, job B", None, changes),
+        row("bytes sent by rank 0, job B as job A", jobs["A"][0]["bytes"], jobs["B"][0]["bytes"], "B"),
+    ]
     return receipt("what the ranks saw", rows)
 
 
@@ -247,6 +253,7 @@ def loader_resumes() -> Receipt:
             row("position after 5 steps of 8", 40, state["position"]),
             row("the next batch is the one that was due", True, due == resumed),
         ],
+        open_rows=1,
     )
 
 
@@ -293,6 +300,7 @@ def torch_sampler(plain: Sequence | None = None, fresh: Sequence | None = None) 
             row("without set_epoch epoch 1 repeats the order", True, all(one[0] == one[1] for one in plain)),
             row("with set_epoch epoch 1 repeats the order", False, all(one[0] == one[1] for one in fresh)),
         ],
+        open_rows=2,
     )
 
 

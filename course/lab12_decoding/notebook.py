@@ -14,9 +14,8 @@
 # reasons.
 # Stands on labs 00 (the roofline) and 02 (the model).
 #
-# The seven exercises take about an hour and three quarters; with the measurements and the questions at the end plan
-# three hours. Running the notebook from top to bottom takes about a minute. *When other tokens are no bug* is optional.
-# At the end you can answer:
+# The seven exercises take an hour and three quarters, the core path of two hours with *Break it*; with the rest plan three.
+# Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. How many bytes and how many FLOPs does one more token take, and which of the two decides how long it takes?
 # 2. What does the cache hold after n tokens, how large is that, and what do grouped heads save of it?
@@ -31,7 +30,6 @@
 # > - *"Grouped and multi-query attention save 4 to 8 times."* They save heads / kv heads: 4 for Llama 3 8B, 8 for 70B
 # >   ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); multi-query attention saves as many times as there are
 # >   heads ([Shazeer 2019](https://arxiv.org/abs/1911.02150)).
-# > - *"Most operations of an LLM are limited by memory."* True of decoding, false of prefill and training.
 # > - *"Throughput that stops growing with the batch shows a memory bound."* It shows that reading the weights is no
 # >   longer the limit: arithmetic has taken over, or reading the caches (*One against many*).
 
@@ -351,8 +349,7 @@ receipts.under_the_roof(points)
 show(figures.passes_under_a_roof)
 
 # %% [markdown]
-# The roof is an upper bound, and a core stays below it, as the columns *of peak FLOP/s* and *of bandwidth* say:
-# products of few rows reach neither. The claim of this lab is about *ratios*, and those can be judged: a decode step
+# A core stays below the roof: products of few rows reach neither of its lines. The claim of this lab is about *ratios*: a decode step
 # for 4 sequences takes clearly less than four steps for one, because it reads the weights once; a prompt four times as
 # long takes several times as long. On a GPU, whose arithmetic is far ahead of its memory, 4 take hardly longer than 1.
 
@@ -426,10 +423,8 @@ sliders(
 # kv heads: the limit of the caches falls to a quarter. With 8 kv heads and 4-bit weights decoding is nearly 4 times as
 # fast at batch 1 and a fifth faster at batch 200, where most of what is read is caches.
 #
-# Two more things change on a GPU. A pass is hundreds of kernels of microseconds each, so at batch 1 their launches
-# count; CUDA graphs replay them as one. And a decode kernel has only one query per sequence and head to work on, so it
-# must split the *keys* over the processors ([Dao et al. 2023](https://pytorch.org/blog/flash-decoding/),
-# Flash-Decoding).
+# And on a GPU a pass is hundreds of kernels of microseconds each, so at batch 1 their launches count; CUDA graphs replay
+# them as one.
 #
 # ## Break it
 #
@@ -474,7 +469,7 @@ diagnosis = {"A": "?", "B": "?", "C": "?"}  # your diagnosis
 receipts.diagnosis(diagnosis)
 
 # %% [markdown]
-# ### When other tokens are no bug (optional)
+# ### When other tokens are no bug (skip on a first reading)
 #
 # "My greedy output changes with what else is in the batch"
 # ([vLLM#9567](https://github.com/vllm-project/vllm/issues/9567),
@@ -487,19 +482,14 @@ receipts.other_passes(8)
 # %% [markdown]
 # Products of another shape add in another order, and each precision rounds on its own scale. In bfloat16, logits
 # between 8 and 16 lie on a grid of 0.0625: two tokens can tie, and a rounding decides. To tell this from a bug, **run
-# it in float64.** Rounding shrinks to 1e-13 and the tokens agree; the effect of a wrong mask, a stale cache or another
-# request's block does not shrink. If you need the same tokens whatever the batch, for tests or reinforcement learning,
-# use kernels that always add in the same order (`VLLM_BATCH_INVARIANT=1` in vLLM) and pay with speed.
+# it in float64.** Rounding shrinks to 1e-13 and the tokens agree; the effect of a wrong mask does not shrink. For the same
+# tokens whatever the batch, use kernels that always add in the same order (`VLLM_BATCH_INVARIANT=1` in vLLM).
 #
 # ## Where it loses: a batch of one
 #
-# The column *of peak FLOP/s* under the roof says it: at batch 1 a decode step uses only a small part of the core's
-# arithmetic, and of an H100's, whose ridge is higher, even less. A local chat, a sequential agent or an idle server has
-# nothing to batch with. What helps then is to read *fewer bytes per token*: smaller weights (quantization), several
-# tokens per pass (speculation, lab 15), or more memories side by side (tensor parallelism over two GPUs halves the time
-# of a read, lab 05; replicas raise throughput, not the speed of one sequence). More FLOP/s do not help.
-#
-# With many requests the question becomes how to keep the batch full and where to put all the caches: labs 14 and 13.
+# At batch 1 a decode step uses only a small part of the core's arithmetic, and of an H100's even less. A local chat has
+# nothing to batch with. What helps is to read *fewer bytes per token*: smaller weights (lab 16), several tokens per pass
+# (lab 15), or more memories side by side (tensor parallelism halves the time of a read, lab 05; replicas do not).
 #
 # ## The same in production
 #
@@ -526,13 +516,9 @@ receipts.transformers()
 #
 # Source: vLLM's [engine arguments](https://docs.vllm.ai/en/latest/configuration/engine_args.html) and
 # [metrics](https://docs.vllm.ai/en/latest/design/metrics.html). Ask of every latency where its clock starts: at
-# arrival, or when the request is scheduled. In `transformers`, `cache_implementation="static"` takes the whole room at
-# once, as `Cache` does, so that shapes stay the same and CUDA graphs can be replayed; it masks the places that are not
-# filled yet.
+# arrival, or when the request is scheduled.
 #
 # ## On a GPU machine
-#
-# This lab has no ranks, so there is nothing to start with `torchrun`.
 #
 # ```bash
 # python -m minillm machine                                   # peak and bandwidth of the card, measured

@@ -5,9 +5,8 @@
 # both are counted below, on real requests.
 # Stands on lab 12 (the cache).
 #
-# Exercises 1 to 7 take about an hour and a half; with the measurements and the questions at the end plan three to four
-# hours. Running the notebook from top to bottom takes about a minute. Exercise 8, a kernel in Triton, is optional. At the
-# end you can answer:
+# The core path, exercises 1 to 7 and *Break it*, takes two hours; with the measurements and the questions at the end plan
+# three to four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. How much of the memory for keys and values is wasted by reservations, and how much by blocks, of which size?
 # 2. When may two sequences share a block, how is that recognised, and what may happen to a shared block?
@@ -22,8 +21,6 @@
 # > - *"The KV cache takes 60–80 % of GPU memory."* 62–80 % of the *cache's own* memory was wasted by reservations. Of a 40
 # >   GB GPU a 13B model's weights took 65 %, the cache about 30 % (the same paper, figures 1 and 2).
 # > - *"Equal tokens mean equal keys, so the block can be shared."* Only after equal beginnings, at the same positions.
-# > - *"LRU picks the running sequence to preempt."* All running sequences are used in every step; LRU chooses among
-# >   blocks that no table holds ([vLLM, prefix caching](https://docs.vllm.ai/en/latest/design/prefix_caching/)).
 # > - *"Prefix caching saves 10–30 % in chats."* It saves (R − 1) · P of R · (P + U) tokens, 10 % to 81 % in the examples
 # >   below.
 
@@ -61,10 +58,9 @@ print(
 )
 
 # %% [markdown]
-# A sequence holds blocks in its `block_table`; `slot` says where a token lies (exercise 1), `allocate` and `release`
-# are a pool (exercise 2). That `allocate` takes blocks away from other sequences is the topic of lab 14. Two things
-# are missing: `forward` copies the keys of each sequence together before it attends (exercise 3 does without), and no
-# two sequences share a block (exercises 4 to 7).
+# A sequence holds blocks in its `block_table`; `slot` says where a token lies (exercise 1), `allocate` and `release` are a
+# pool (exercise 2). Two things are missing: `forward` copies the keys of each sequence together before it attends
+# (exercise 3 does without), and no two sequences share a block (exercises 4 to 7).
 
 # %% [markdown]
 # ## Why reserving does not work
@@ -312,8 +308,8 @@ prepare_write = check("copy-on-write", prepare_write)
 # dictionaries. A block with holders is never touched. Of the blocks that a sequence leaves together, its last one goes
 # first: a prefix is found from its first block on.
 #
-# LRU chooses among blocks that *no* running sequence holds. It cannot choose a running sequence to preempt: all of
-# those are used in every step (lab 14 has policies for that).
+# LRU chooses among blocks that *no* running sequence holds. It cannot choose a running sequence to preempt, as is often
+# said: all of those are used in every step (lab 14 has policies for that).
 
 
 # %%
@@ -392,10 +388,7 @@ show(figures.waste_of(wasted))
 receipts.waste(wasted, guess_reserved, guess_blocks)
 
 # %% [markdown]
-# Without sharing, this is all that paging gains: more sequences in the same memory, so a larger batch (lab 12 shows
-# what that is worth in decode). The block size decides how much is still wasted.
-#
-# "Less than 5 %" is no property of paging; less than *one block per sequence* is.
+# Without sharing, this is all that paging gains: more sequences in the same memory, so a larger batch (lab 12).
 #
 # ## Measure: a prefix, once
 #
@@ -507,14 +500,12 @@ receipts.block_sizes()
 
 # %% [markdown]
 # The right panel has two answers. Block by block, with Python work for each block, small blocks are expensive. Copied
-# together first, the block size hardly matters: the same number of keys is gathered, whatever the blocks. A GPU
-# kernel lies between the two: it wants a tile of keys in one piece, and beyond that gains little. The memory of the
-# tables is *not* a reason for large blocks: an entry is tiny beside a token's keys and values. vLLM's default is 16,
-# that of transformers 256.
+# together first, the block size hardly matters. A GPU kernel lies between the two: it wants a tile of keys in one piece,
+# and beyond that gains little. vLLM's default is 16, that of transformers 256.
 #
 # Paging also loses where there is nothing to gain: one sequence of known length needs no table, and contiguous keys are
-# read several times faster than keys that are first copied together (compare the rows; a kernel that follows the table
-# itself copies nothing). A prefix cache gains nothing on prompts that never repeat, and still costs the hashing.
+# read several times faster than keys that are first copied together. A prefix cache gains nothing on prompts that never
+# repeat, and still costs the hashing.
 #
 # ## The same thing in production
 #
@@ -525,14 +516,12 @@ receipts.block_sizes()
 print(inspect.getsource(blocks.Prefix))
 
 # %% [markdown]
-# Attention has several *backends* behind one signature: `block_by_block`, which is your exercise for a whole batch;
-# and quicker ones for the CPU, which copy a sequence's blocks together and call torch's fused kernel. On a GPU a
-# kernel does what you did: it looks up slots through the table, keeps a maximum and two sums on chip, and never
-# writes scores to memory. With one query per sequence there is too little work to fill a GPU, so the *keys* are
-# split, too, and the parts are joined by their sums ([Flash-Decoding, Dao et al.
+# On a GPU a kernel does what you did: it looks up slots through the table, keeps a maximum and two sums on chip, and never
+# writes scores to memory. With one query per sequence there is too little work to fill a GPU, so the *keys* are split,
+# too, and the parts are joined by their sums ([Flash-Decoding, Dao et al.
 # 2023](https://crfm.stanford.edu/2023/10/12/flashdecoding.html)). `minillm/model/paged/triton.py` is such a kernel.
 #
-# ### Exercise 8 · a kernel of your own (optional, 30 minutes)
+# ### Exercise 8 · a kernel of your own (30 minutes, skip on a first reading)
 #
 # Write exercise 3 in [Triton](https://triton-lang.org/main/getting-started/tutorials/index.html), one program per
 # query head. A program sees no tensors but addresses: `tl.load(q + offsets)` reads the numbers at these offsets from
@@ -590,11 +579,9 @@ receipts.transformers_pages()
 #
 # ## On a cluster
 #
-# Nothing of this lab needs several ranks, so it has no script for torchrun. Under tensor parallelism every rank holds
-# `kv_heads / t` heads of *every* block, so block tables are equal on all ranks and one scheduler decides for all;
-# under pipeline parallelism a rank holds its layers of every block. A prefix cache is per replica: a router has to
-# send requests with one prefix to one replica. The same engine on a GPU, where it takes the Triton kernel by
-# itself:
+# Under tensor parallelism every rank holds `kv_heads / t` heads of *every* block, so block tables are equal on all ranks
+# and one scheduler decides for all; under pipeline parallelism a rank holds its layers of every block. A prefix cache is
+# per replica (lab 19). The same engine on a GPU:
 #
 # ```bash
 # python -m minillm generate "def main" --device cuda

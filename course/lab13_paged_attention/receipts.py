@@ -3,7 +3,7 @@
 Each function takes what a cell measured; those in CLAIMS measure for themselves when called without.
 """
 
-from course.kit.receipts import Receipt, formula, receipt, row
+from course.kit.receipts import Receipt, format_value, formula, receipt, row
 from course.lab13_paged_attention import experiments, experiments_breaks, experiments_sizes, figures
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import formulas as predict
@@ -19,11 +19,12 @@ def same_tokens_elsewhere(elsewhere=None) -> Receipt:
     return receipt(
         "the same tokens elsewhere",
         [
+            row("wrong block used: next token's probabilities that move", None, elsewhere["moved"]),
             row("layer 0, other beginning: keys and values equal", True, elsewhere["keys, there"][0] < 1e-5),
             row("    later position: keys differ (rotated by position)", True, elsewhere["keys, later"][0] > 0.01),
             row("last layer, other beginning: values differ", True, elsewhere["values, there"][-1] > 0.01),
-            row("wrong block used: next token's probabilities that move", None, elsewhere["moved"]),
         ],
+        open_rows=1,
     )
 
 
@@ -44,10 +45,11 @@ def your_engine(parts) -> Receipt:
 
     engine, prompt, sibling, first_block, found, expected = three_requests(parts)
     hit = predict.cacheable_tokens(18, len(sibling), 8)
+    right = [found[name] == expected[name] for name in found]
     return receipt(
         "your engine, beside the plain loop",
         [
-            *(row(f"{name}: the plain loop's tokens", True, found[name] == expected[name]) for name in found),
+            row(f"tokens of {', '.join(found)}: the plain loop's", [True] * len(found), right),
             row("tokens computed for the sibling's prompt", len(sibling) - hit, engine.passes[-4]),
             row("blocks copied for the fork", predict.fork_copies(len(prompt), 2, 8), len(engine.copies)),
             row("holders of the first block: three tables", 3, engine.pool.references[first_block]),
@@ -62,19 +64,20 @@ def waste(wasted=None, guess_reserved=None, guess_blocks=None) -> Receipt:
     written, wanted = experiments.reserve(context)
     reserved = predict.reserved_waste(wanted, context)
     at_once = wasted["blocks"] * SIZE // context
+    unused_share = predict.reserved_waste(lengths, context)
     return receipt(
         f"{len(lengths)} requests, blocks of {SIZE}",
         [
             row("most unused slots of a sequence, at any time: below 16", True, max(unused) < SIZE),
             row("    on average: (block - 1) / 2", predict.mean_unused_slots(SIZE), sum(unused) / len(unused), "", 0.2),
             row("unused share of four real caches of 512", reserved, 1 - sum(written) / (4 * context), "", 1e-9),
-            formula(
-                "    of all requests: 1 - mean / 512", predict.reserved_waste(lengths, context), guess=guess_reserved
-            ),
+            formula("unused share of reservations, all requests: 1 - mean / 512", unused_share, guess=guess_reserved),
             row("unused share of blocks, all steps", None, 1 - wasted["filled"] / wasted["held"], guess=guess_blocks),
-            row("sequences at once in blocks: more than reserved", True, wasted["running"] > at_once),
-            row("    how many, beside reservations", None, (wasted["running"], at_once)),
+            row("sequences at once: in blocks, in reservations", None, (wasted["running"], at_once)),
+            row("    more in blocks", True, wasted["running"] > at_once),
         ],
+        open_rows=1,
+        show="all requests|all steps|at once",
     )
 
 
@@ -84,32 +87,34 @@ def shared_prefix(with_cache=None, without=None) -> Receipt:
     without = without or sharing.share(PREFIX, OWN, REQUESTS, cache=False)
     covered, saved = predict.cacheable_tokens(PREFIX, PREFIX + OWN, SIZE), predict.saved_blocks(PREFIX, REQUESTS, SIZE)
     passed = predict.computed_tokens(PREFIX, OWN, REQUESTS, SIZE)
+    blocks = (
+        REQUESTS * predict.blocks_for(PREFIX + OWN, SIZE),
+        predict.shared_blocks(PREFIX, OWN, REQUESTS, SIZE),
+    )
     return receipt(
         f"{REQUESTS} requests, {PREFIX} tokens shared, {OWN} own, blocks of {SIZE}",
         [
-            row("prompt tokens computed without a cache", REQUESTS * (PREFIX + OWN), without["passed"]),
-            row("    with", passed, with_cache["passed"]),
+            row("prompt tokens computed: without a cache, with one", (REQUESTS * (PREFIX + OWN), passed),
+                (without["passed"], with_cache["passed"])),
             row("    the difference is exactly the hits", with_cache["hit"], without["passed"] - with_cache["passed"]),
             row("    of each: full blocks only", covered, with_cache["hit"] / (REQUESTS - 1)),
-            row("blocks without a cache", REQUESTS * predict.blocks_for(PREFIX + OWN, SIZE), without["blocks"]),
-            row("    with", predict.shared_blocks(PREFIX, OWN, REQUESTS, SIZE), with_cache["blocks"]),
+            row("blocks: without a cache, with one", blocks, (without["blocks"], with_cache["blocks"])),
             row("    saved: (R - 1) · floor(P / b)", saved, without["blocks"] - with_cache["blocks"]),
             row("most holders of a block", REQUESTS, with_cache["holders"]),
             row("with and without a cache: the plain loop's tokens", True, with_cache["equal"] and without["equal"]),
-            row("time to first token, without", None, without["ttft"], "s"),
-            row("    with", None, with_cache["ttft"], "s"),
+            row("time to first token: without a cache, with one", None, (seconds(without["ttft"]),
+                seconds(with_cache["ttft"]))),
         ],
+        open_rows=1,
         show="saved|time to first token",
-    )
+    )  # fmt: skip
 
 
-def saved_shares() -> Receipt:
+def saved_shares() -> Table:
     """What sharing saves of the tokens held."""
     cases = ((100, 400, 2), (500, 500, 4), (1000, 500, 10), (1000, 200, 40))
-    return receipt(
-        "saved share of the tokens held: (R-1)·P / (R·(P+U))",
-        [formula(f"{r} requests, {p} shared, {u} own", predict.saved_share(p, u, r)) for p, u, r in cases],
-    )
+    lines = [(str(r), str(p), str(u), f"{predict.saved_share(p, u, r):.0%}") for p, u, r in cases]
+    return table("of the tokens held, by formula", ("requests", "shared", "own", "saved: (R-1)·P / (R·(P+U))"), lines)
 
 
 def forks(forked=None) -> Receipt:
@@ -134,16 +139,21 @@ def chats(roomy=None, tight=None) -> Receipt:
     roomy, tight = roomy or figures.chats(40), tight or figures.chats(20)
     said_before = roomy["prompts"][-4] + 9 - 1  # the last token drawn has no key yet
     findable = predict.cacheable_tokens(said_before, roomy["prompts"][-1], 8)
-    rows = [
-        row("last turn, 40 blocks: full blocks of all said before", findable, roomy["hits"][-1]),
-        row("free + cached + used = total", 20, sum(tight["free"])),
-    ]
-    for name, chat in (("40 blocks", roomy), ("20 blocks", tight)):
-        by_turn = tuple(sum(chat["hits"][i : i + 3]) for i in (0, 3, 6, 9))
-        rows.append(row(f"{name}: prompt tokens from the cache, by turn", None, by_turn))
-        rows.append(row("    share of all", None, sum(chat["hits"]) / sum(roomy["prompts"])))
-        rows.append(row("    blocks evicted", None, chat["evicted"]))
-    return receipt("three users, four turns, blocks of 8", rows, open_rows=6)
+    prompts = sum(roomy["prompts"])  # of either pool
+    shares = tuple(sum(chat["hits"]) / prompts for chat in (roomy, tight))
+    by_turn = [tuple(sum(chat["hits"][first : first + 3]) for first in (0, 3, 6, 9)) for chat in (roomy, tight)]
+    return receipt(
+        "three users, four turns, blocks of 8",
+        [
+            row("share of the prompt tokens from the cache: 40 blocks, 20 blocks", None, shares),
+            row("blocks evicted: 40 blocks, 20 blocks", None, (roomy["evicted"], tight["evicted"])),
+            row("prompt tokens from the cache by turn, 40 blocks", None, by_turn[0]),
+            row("    20 blocks", None, by_turn[1]),
+            row("last turn, 40 blocks: full blocks of all said before", findable, roomy["hits"][-1]),
+            row("free + cached + used = total", 20, sum(tight["free"])),
+        ],
+        open_rows=2,
+    )
 
 
 def broken_engines(findings: dict) -> Table:
@@ -174,7 +184,7 @@ def traces_of_bugs(findings=None, diagnosis=None) -> Receipt:
         row("    counts wrong", True, shared.uncounted > 0),
         row("whole prompt: never ends, nothing computed", (True, True), (whole.unfinished > 0, whole.empty_steps > 0)),
     ]
-    return receipt("what the receipts say", rows)
+    return receipt("what the receipts say", rows, open_rows=max(1, len(diagnosis or ())))
 
 
 def block_sizes(swept=None) -> Table:
@@ -215,52 +225,45 @@ def transformers_pages() -> Receipt:
     )
 
 
-def interview_numbers() -> Receipt:
+def interview_numbers() -> Table:
     """The numbers behind the answers: 80 GB, 8 billion parameters in 16 bits, 32 layers, 8 kv heads of 128."""
-
-    class Model8B:
-        num_layers, num_kv_heads, head_dim = 32, 8, 128
-
-    per_token = kv_bytes_per_token(Model8B)
-    room = int((0.9 * 80e9 - 16e9) / per_token)
-    return receipt(
-        "numbers for the answers",
-        [
-            formula("1. KV bytes per token", per_token, "B"),
-            formula("    tokens in 90 % of 80 GB less the weights", room),
-            formula("    requests of 8,192 reserved", predict.requests_in_pool(room, 600, 8192)),
-            formula("    of 600 tokens in blocks of 16", predict.requests_in_pool(room, 600, 16)),
-            formula("2. a block of 16, this model", 16 * per_token, "B"),
-            formula("    64-bit keys, a billion blocks: two alike", predict.collision_chance(10**9, 64)),
-            formula("    32-bit keys, 100,000 blocks", predict.collision_chance(100_000, 32)),
-        ],
-        show="two alike|100,000 blocks",
-    )
+    per_token, room = _per_token_and_room()
+    lines = [
+        ("1. KV bytes per token", format_value(per_token, "B")),
+        ("1. tokens in 90 % of 80 GB less the weights", room),
+        ("1. requests of 8,192 reserved", predict.requests_in_pool(room, 600, 8192)),
+        ("1. requests of 600 tokens in blocks of 16", predict.requests_in_pool(room, 600, 16)),
+        ("2. 64-bit keys, a billion blocks: chance that two are alike", predict.collision_chance(10**9, 64)),
+        ("2. 32-bit keys, 100,000 blocks", predict.collision_chance(100_000, 32)),
+    ]
+    return table("numbers for the answers, by formula", ("", "computed"), lines)
 
 
-def design_numbers() -> Receipt:
-    """The numbers behind the design questions: 80 GB, 8 billion parameters, blocks of 16 and of 128."""
-
-    class Model8B:
-        num_layers, num_kv_heads, head_dim = 32, 8, 128
-
-    per_token = kv_bytes_per_token(Model8B)
-    room = int((0.9 * 80e9 - 16e9) / per_token)
+def design_numbers() -> Table:
+    """The numbers behind the design questions: the same model, blocks of 16 and of 128."""
+    per_token, room = _per_token_and_room()
     blocks, each = room // 16, predict.blocks_for(2000, 16)
     shared = predict.cacheable_tokens(1500, 1800, 16) // 16
-    return receipt(
-        "numbers for the design questions",
-        [
-            formula("A. tokens that fit", room),
-            formula("    requests at once, nothing shared", blocks // each),
-            formula("    the prefix once", (blocks - shared) // (each - shared)),
-            formula("    prompt tokens computed per request, then", 1800 - 16 * shared),
-            formula("B. chats of 600 tokens, blocks of 16", predict.requests_in_pool(room, 600, 16)),
-            formula("    blocks of 128", predict.requests_in_pool(room, 600, 128)),
-            formula("    a block of 128", 128 * per_token, "B"),
-        ],
-        show="B. chats|blocks of 128",
-    )
+    lines = [
+        ("A. tokens that fit", room),
+        ("A. requests at once, nothing shared", blocks // each),
+        ("    the prefix once", (blocks - shared) // (each - shared)),
+        ("    prompt tokens computed per request, then", 1800 - 16 * shared),
+        ("B. chats of 600 tokens, blocks of 16", predict.requests_in_pool(room, 600, 16)),
+        ("    blocks of 128", predict.requests_in_pool(room, 600, 128)),
+        ("    a block of 128", format_value(128 * per_token, "B")),
+    ]
+    return table("numbers for the design questions, by formula", ("", "computed"), lines)
+
+
+def _per_token_and_room() -> tuple[int, int]:
+    """Bytes of keys and values per token, and how many tokens fit beside the weights."""
+
+    class Model8B:
+        num_layers, num_kv_heads, head_dim = 32, 8, 128
+
+    per_token = kv_bytes_per_token(Model8B)
+    return per_token, int((0.9 * 80e9 - 16e9) / per_token)
 
 
 CLAIMS = (same_tokens_elsewhere, waste, shared_prefix, forks, chats, traces_of_bugs)

@@ -13,9 +13,8 @@
 # answer to a full batch in every forward pass. The price is a scheduler, and everything that can go wrong in one.
 # Stands on labs 12 (prefill and decode) and 13 (blocks).
 #
-# The seven exercises take about two and a half hours; with the measurements and the questions at the end plan four.
-# Running the notebook from top to bottom takes under a minute. *Patience* and *Where it loses* are optional: skip
-# them on a first reading. At the end you can answer:
+# The core path, exercises 1 to 4 and 7 with the pictures beside them, takes two hours; with the rest plan four. Running the
+# notebook from top to bottom takes under a minute. At the end you can answer:
 #
 # 1. How many forward passes do static and continuous batching need for the same answers, and when equally many?
 # 2. What happens to decoding sequences while a long prompt is computed, and what when the blocks run out?
@@ -282,7 +281,7 @@ sliders(
 # memory, so nothing of this can be measured.)
 
 # %% [markdown]
-# ### Exercise 5 · patience (15 minutes, optional)
+# ### Exercise 5 · patience (15 minutes, skip on a first reading)
 #
 # With strict priorities an endless stream of important requests starves the others. Let a level of priority be worth a
 # *bounded* head start instead: `patience` places in the queue.
@@ -343,7 +342,7 @@ sliders(figures_flight.view, step=(1, 80), policy=list(POLICIES), preemption=["r
 receipts.two_recordings()
 
 # %% [markdown]
-# ### Exercise 6 · when did each token come? (20 minutes)
+# ### Exercise 6 · when did each token come? (20 minutes, skip on a first reading)
 #
 # What users feel is in the records, too. Beware: a sequence that is in a batch does not always get a token.
 
@@ -510,7 +509,7 @@ def diagnose(records, prompts):
 diagnose = check("diagnose-a-flight", diagnose)
 
 # %% [markdown]
-# ## Where it loses (optional)
+# ## Where it loses (skip on a first reading)
 #
 # **Uniform lengths, all there at once**: you counted 64 passes for each engine. Continuous batching then adds only its
 # scheduler. What that costs on this machine, beside the pass it belongs to:

@@ -13,18 +13,16 @@
 # A cheap proposer drafts a few tokens; the target checks them all in one pass.
 # Stands on labs 12 (the cost of a pass) and 13 (the paged cache).
 #
-# The seven exercises take about two hours; with the measurements and the questions at the end plan three to four.
-# Running the notebook from top to bottom takes about a minute. Section 5 and *Not exact, on purpose* are optional. At
-# the end you can answer:
+# The core path, the seven exercises with sections 1 to 4, takes two hours; with the questions at the end plan three to
+# four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. Why does the output follow the target's distribution exactly, however bad the draft is?
 # 2. How many draft tokens are worth it, by which formula, and why is there an optimum?
 # 3. When does speculation lose, and which of its bugs does a test of the text not reveal?
 #
-# The method was published twice at the same time:
-# [Leviathan et al. 2023](https://arxiv.org/abs/2211.17192) and [Chen et al. 2023](https://arxiv.org/abs/2302.01318).
-# Their letters differ. Here, as in the first paper, **p is the target's distribution and q the draft's**; the second
-# paper uses them the other way round. Section 1 measures what happens if you mix the two up.
+# Here, as in [Leviathan et al. 2023](https://arxiv.org/abs/2211.17192), **p is the target's distribution and q the
+# draft's**; [Chen et al. 2023](https://arxiv.org/abs/2302.01318), who published the method at the same time, use the
+# letters the other way round. Section 1 measures what happens if you mix the two up.
 #
 # > **Common claims**
 # >
@@ -36,8 +34,6 @@
 # >   c = 0.02 it is 3.8 (section 4).
 # > - *"A high temperature lowers acceptance."* It does for draft tokens chosen without sampling. For sampled ones it
 # >   depends on the pair of models: acceptance falls in Table 2 of the paper and rises for the small pair here.
-# > - *"Speculation saves arithmetic."* It adds arithmetic, since rejected tokens were computed for nothing. It saves
-# >   passes, that is, reading the weights.
 # > - *"Speculation loses at large batches."* It does at short contexts. With long ones the pass still waits for memory
 # >   ([Chen et al. 2024](https://arxiv.org/abs/2408.11049), MagicDec; *Where it loses* below).
 
@@ -330,8 +326,8 @@ sliders(figures.speedup_by_k, alpha=(0.0, 0.99), c=(0.0, 0.5), verify=(1.0, 3.0)
 # %% [markdown]
 # ### Measured
 #
-# The engine with the draft model, greedy, on code, one sequence at a time. The formula is fed with three measurements:
-# the acceptance at each place and c from the run with K = 6, and the cost of a pass over K + 1 tokens measured alone.
+# The engine with the draft model, greedy, on code, one sequence at a time. The formula is fed with acceptance at each
+# place and c from the run with K = 6, and the cost of a pass over K + 1 tokens measured alone.
 
 # %%
 swept = runs.sweep(figures.KS, count=4)
@@ -349,10 +345,9 @@ show(k_sweep)
 receipts.sweep(swept)
 
 # %% [markdown]
-# These are four answers of 32 tokens, so acceptance at the later places rests on a handful of tokens (the last row says
-# how many) and speedups move by a tenth from run to run. `python -m minillm bench speculate` measures more prompts and
-# alternates the runs; quote its table, not this one. A call of this draft costs far more than its tenth of the
-# parameters suggests: it is two small layers on a CPU, and most of a call is overhead.
+# These are four answers of 32 tokens: acceptance at the later places rests on a handful of tokens (the last row says how
+# many), and speedups move by a tenth from run to run. Quote `python -m minillm bench speculate` instead, which measures
+# more. A call of this draft costs far more than its tenth of the parameters suggests: most of it is overhead.
 #
 # K = 0, no draft at all, has speedup 1 and may well be best. And the best K differs between sequences. `k="adaptive"`
 # takes each sequence's own recent acceptance and the formula above, down to K = 0:
@@ -361,7 +356,7 @@ receipts.sweep(swept)
 receipts.adaptive(swept, best_k)
 
 # %% [markdown]
-# ## 5 · All proposers (optional)
+# ## 5 · All proposers (skip on a first reading)
 #
 # One interface, one verifier, six ways to draft:
 #
@@ -390,16 +385,12 @@ show(proposers)
 receipts.proposers(table)
 
 # %% [markdown]
-# What to read in it:
-#
 # - **The text is the target's in every row.** A bad proposer costs time, never quality.
-# - **On a small machine n-gram lookup wins; lookahead may or may not.** Here a pass of the target takes a few milliseconds, and a call of
-#   any second model costs a good part of that. Beside a 70B target a 1B draft reads one seventieth of the bytes, and
-#   proposers with a model win.
-# - Lookahead needs no second model, but it does keep a pool of n-grams and makes each pass wider.
-# - A published factor belongs to one model, text, batch size and machine. The heads here were trained for minutes
-#   (`minillm/checkpoints/*/training.json`), which is far less than the papers'. Medusa and EAGLE also verify a *tree* of draft tokens
-#   in one pass; here a draft is a chain.
+# - **On a small machine n-gram lookup wins**: a call of any second model costs a good part of the target's pass. Beside a
+#   70B target a 1B draft reads one seventieth of the bytes, and proposers with a model win. Lookahead keeps a pool of
+#   n-grams and makes each pass wider.
+# - A published factor belongs to one model, text, batch size and machine. The heads here were trained for minutes. Medusa
+#   and EAGLE also verify a *tree* of draft tokens in one pass; here a draft is a chain.
 #
 # ## Break it
 #
@@ -432,7 +423,7 @@ verdict = check("which-is-exact", verdict)
 receipts.programs(verdict)
 
 # %% [markdown]
-# Before you open this: what does each of them do wrong?
+# What does each of them do wrong?
 #
 # <details><summary>Answer</summary>
 #
@@ -463,7 +454,7 @@ receipts.programs(verdict)
 receipts.preempted()
 
 # %% [markdown]
-# ### Not exact, on purpose (optional)
+# ### Not exact, on purpose (skip on a first reading)
 #
 # Medusa's *typical acceptance* ([Cai et al. 2024](https://arxiv.org/abs/2401.10774), §2.3.1) accepts a draft token if
 # p(x) is above a threshold that falls with the entropy of p, whatever q was. Its output follows another distribution,
@@ -474,8 +465,7 @@ show(figures.typical_acceptance)
 
 # %% [markdown]
 # A loose threshold accepts more than the exact rule. A strict one accepts *less* and is still off, because unlikely
-# tokens come too rarely at any threshold below 1 (above, every token is drawn anew and the rule is exact). That may be acceptable in a product, but an evaluation of the model without
-# it does not describe that product.
+# tokens come too rarely at any threshold below 1. An evaluation without it does not describe a product that has it.
 #
 # ## Where it loses
 #
@@ -497,14 +487,11 @@ receipts.batches_h100()
 # %% [markdown]
 # At a context of 0 the pass becomes compute-bound at 295 tokens (989 TFLOP/s / 3.35 TB/s; lab 12), so from 64 sequences
 # on the draft tokens start to cost time, and at 256 speculation makes the same hardware *slower*. With longer contexts
-# each sequence also reads its own keys and values, once per pass however many tokens are checked, and the pass stays
-# bound by memory: at 2,048 tokens speculation gains as much at batch 256 as at batch 1. An engine should decide by load
-# *and* context. (The table takes c = 0.05 of a plain pass at every batch; a draft has a cache of its own to read, too.)
+# each sequence also reads its own keys and values, once per pass however many tokens are checked: at 2,048 tokens
+# speculation gains as much at batch 256 as at batch 1. An engine should decide by load *and* context.
 #
-# ### Short answers behind long prompts
-#
-# The draft model has to read the prompt, too: its prefill costs its share of the target's parameters, a tenth here.
-# An answer of n tokens has only n - 1 decode passes from which that can be won back.
+# *Short answers behind long prompts* lose as well: the draft model reads the prompt, too, and an answer of n tokens has
+# only n - 1 decode passes from which that can be won back.
 #
 # ## The same in production
 #
@@ -530,13 +517,10 @@ receipts.transformers()
 #
 # Sources: transformers 5.23's
 # [`GenerationConfig`](https://huggingface.co/docs/transformers/main_classes/text_generation) and vLLM's
-# [speculative decoding](https://docs.vllm.ai/en/latest/features/spec_decode.html), 2026. Both change often. vLLM calls
-# its sampler lossless "up to hardware numerics": with other batch shapes logits differ in the last bits, and a greedy
-# tie may fall the other way.
+# [speculative decoding](https://docs.vllm.ai/en/latest/features/spec_decode.html), 2026. vLLM calls its sampler lossless
+# "up to hardware numerics": with other batch shapes a greedy tie may fall the other way.
 #
 # ## On a GPU
-#
-# This lab has no ranks, so there is nothing to start with `torchrun`. The same code runs where the models are:
 #
 # ```bash
 # python -m minillm generate "def parse(" --speculate ngram --k 6        # here
@@ -579,8 +563,7 @@ receipts.interview()
 # **3. Does it reduce FLOPs?**
 # <details><summary>Answer</summary>
 #
-# No, it adds some: rejected tokens were computed for nothing. It reduces how often the weights are read. That is why it
-# helps where reading is the bottleneck and hurts where arithmetic is.
+# No, it adds some: rejected tokens were computed for nothing. It reduces how often the weights are read.
 # </details>
 #
 # **4. The request has top-p 0.9 and a repetition penalty. What has to change?**

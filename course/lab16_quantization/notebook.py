@@ -13,8 +13,8 @@
 # speed appears only where memory was the limit.**
 # Stands on lab 12 (prefill is compute, decode is memory) and lab 13 (the paged cache).
 #
-# The eight exercises take about two hours; with the measurements and the questions at the end plan three to four.
-# Running the notebook from top to bottom takes about a minute. At the end you can answer:
+# A core path of two hours: exercises 1 to 5, *When it ends* and exercise 8. With the rest and the questions plan three to
+# four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. How many bits does a weight really take, scales included, and what stays in 16 bits?
 # 2. What does rounding cost, by which formula, and how do AWQ and GPTQ lower it with the same bytes?
@@ -25,15 +25,10 @@
 # > - *"A 4-bit model takes a quarter of the bytes."* The scales add 16/group bits to each weight, and embeddings, head
 # >   and norms usually stay in 16 bits. Section 1 counts both.
 # > - *"NF4 is information theoretically optimal for normally distributed weights"*
-# >   ([Dettmers et al. 2023](https://arxiv.org/abs/2305.14314), abstract). What it rounds is not normally distributed:
-# >   each weight is first divided by the largest of its block, so the distribution ends at ±1 and depends on the block
-# >   size ([Yoshida 2023](https://arxiv.org/abs/2306.06965)).
-# > - *"INT8 KV doubles the capacity."* Doubles, less the scales: with one 32-bit scale per token and head of 128 numbers
-# >   it is 1.94 times (section 4).
-# > - *"4-bit weights make inference four times faster."* They make reading the weights faster. A prompt or a large batch
-# >   is limited by arithmetic, which they do not reduce (section 6).
-# > - *"Pruning half of the weights halves the model."* A zero takes as many bytes as any other number unless the format
-# >   leaves it out (section 5).
+# >   ([Dettmers et al. 2023](https://arxiv.org/abs/2305.14314), abstract). Each weight is first divided by the largest of
+# >   its block, so what is rounded ends at ±1 and depends on the block size
+# >   ([Yoshida 2023](https://arxiv.org/abs/2306.06965)).
+# > - *"Pruning half of the weights halves the model."* Only in a format that leaves the zeros out (section 5).
 
 # %%
 import inspect
@@ -114,30 +109,28 @@ def dequantize_int4(packed, scale):
 quantize_int4, dequantize_int4 = check("int4-groups", (quantize_int4, dequantize_int4))
 
 # %% [markdown]
-# Many formats add a **zero point** to each group: the code that stands for 0.0. Then weight = (code - zero) · scale, and
-# a group whose weights are nearly all positive wastes no codes on negative values. It costs another small number per
-# group. minillm's own class for both (`minillm/quantize/formats.py`):
+# Many formats add a **zero point** to each group, the code that stands for 0.0: weight = (code - zero) · scale. A group
+# whose weights are nearly all positive then wastes no codes on negative values. minillm's class for both:
 
 # %%
 print(inspect.getsource(formats.Int.fit))
 
 # %% [markdown]
-# What these formats do to the size of `target`, the model that comes with the course (5.8 million parameters). The first
-# rows are arithmetic about one weight, the others whole layers and the whole model. The embedding, which is the output
-# head as well, stays as it is.
+# What these formats do to the size of `target`, the model that comes with the course (5.8 million parameters). Its
+# embedding, which is the output head as well, stays as it is.
 
 # %%
 receipts.bytes_of_formats(guess_bits)
 
 # %% [markdown]
-# In this small model the embedding is almost a fifth of the parameters, so the model shrinks by less than the layers do.
-# In Llama 3 70B embedding and head are 3 % of the parameters, and still a tenth of the bytes once the rest has 4 bits.
+# The embedding is almost a fifth of this model's parameters, so the model shrinks by less than the layers do. In Llama 3
+# 70B embedding and head are 3 % of the parameters, and a tenth of the bytes once the rest has 4 bits.
 #
 # ## 2 · Error
 #
-# If the steps Δ are small beside the spread of the weights, the rounding error is as good as uniform between -Δ/2 and
-# Δ/2. Its mean square is Δ²/12 ([Bennett 1948](https://doi.org/10.1002/j.1538-7305.1948.tb01340.x)). Each further bit
-# halves Δ, so the noise falls by 20·log₁₀2 = 6.02 dB. And an outlier that doubles a group's range costs as much as a bit.
+# If the steps Δ are small beside the spread of the weights, the rounding error is nearly uniform between -Δ/2 and Δ/2, and
+# its mean square Δ²/12 ([Bennett 1948](https://doi.org/10.1002/j.1538-7305.1948.tb01340.x)). A further bit halves Δ: 6.02
+# dB less noise. An outlier that doubles a group's range costs as much.
 
 # %%
 receipts.error_of_rounding(guess_bit_db)
@@ -157,8 +150,8 @@ def noise_by_group():
 show(noise_by_group)
 
 # %% [markdown]
-# Halving int4's groups from 256 to 128 gains 10.2 dB for each bit that it adds, from 128 to 64 5.7 dB, from 64 to 32
-# 2.9 dB. As a code the bit gains 6.02 dB.
+# Each halving of the groups gains less for each bit that it adds: from 128 to 64 about as much as a bit of the codes, 6.02
+# dB, from 64 to 32 half of it.
 #
 # ### Exercise 2 · levels that are not evenly spaced (20 minutes)
 #
@@ -201,13 +194,12 @@ def quantize_nf4(weight, block):
 nf4_levels, quantize_nf4 = check("nf4", (nf4_levels, quantize_nf4))
 
 # %% [markdown]
-# The 32-bit scale of each block of 64 would cost half a bit per weight. *Double quantization* keeps the scales in 8 bits
-# themselves, in blocks of 256 that share a 32-bit scale: 4 + 8/64 + 32/(64 · 256) = 4.127 bits instead of 4.5.
+# *Double quantization* keeps the scales in 8 bits themselves, in blocks of 256 that share a 32-bit scale: 4 + 8/64 +
+# 32/(64 · 256) = 4.127 bits instead of 4.5.
 #
 # ## 3 · The same bytes, less harm
 #
 # Rounding to nearest treats every weight alike. But the output is W x, and some inputs x are larger than others.
-# A few hundred windows of text tell which.
 #
 # ### Exercise 3 · AWQ's search (20 minutes)
 #
@@ -249,8 +241,8 @@ awq_factors = check("awq-search", awq_factors)
 # ### Exercise 4 · GPTQ's columns (20 minutes)
 #
 # GPTQ ([Frantar et al. 2022](https://arxiv.org/abs/2210.17323), algorithm 1) rounds one column after the other and lets
-# the columns still to come make good for the error. How much each of them moves follows from H = Σ x xᵀ. All that is
-# needed of it is U, the upper Cholesky factor of H⁻¹ = Uᵀ U. For column j:
+# the columns still to come make good for the error. With U, the upper Cholesky factor of (Σ x xᵀ)⁻¹ = H⁻¹ = Uᵀ U, for
+# column j:
 #
 #     error = (column - rounded column) / U[j, j]
 #     every column k > j:  -= error · U[j, k]
@@ -282,35 +274,29 @@ gptq_columns = check("gptq-columns", gptq_columns)
 receipts.gptq_by_formula()
 
 # %% [markdown]
-# Both methods on the committed target, with groups of 128. The columns on the right are of a model with **planted
-# outliers**: one channel in every 16 that the layers read is 30 times larger and the weights that meet it 30 times
-# smaller, so the model computes the same. Large trained models grow such channels by themselves
-# ([Dettmers et al. 2022](https://arxiv.org/abs/2208.07339)); this small one has not. In the table *outputs* is the error of
-# the layers' outputs, Σ ‖(W - Ŵ) x‖² / Σ ‖W x‖², and *text* that of the bits per byte of held-out text.
+# Both methods on the committed target, with groups of 128. On the right it has **planted outliers**: one channel in 16 is
+# 30 times larger and the weights that meet it 30 times smaller, so the model computes the same. Large models grow such
+# channels by themselves ([Dettmers et al. 2022](https://arxiv.org/abs/2208.07339)). *Outputs* is the error of the layers'
+# outputs, Σ ‖(W - Ŵ) x‖² / Σ ‖W x‖², *text* that of the bits per byte of held-out text.
 
 # %%
 methods = experiments.methods()
 receipts.methods(methods)
 
 # %% [markdown]
-# What to read in it:
-#
-# - **Both lower the error of outputs**, which is what they minimise. GPTQ's is measured on the very text that it was
-#   calibrated on, which flatters it.
-# - **With outliers rounding to nearest loses many times as much.** Weights that are 30 times smaller than their group's
-#   scale suggests become 0, and they meet the largest inputs. AWQ finds the planted factors and undoes them. GPTQ keeps
-#   the grid as it is and can only make good elsewhere.
-# - **A smaller error of outputs is no promise for the text.** As trained, AWQ's outputs are nearer to the original than
-#   those of rounding to nearest, and its text is worse: +0.48 % against +0.36 %. The error of outputs stands in for what
-#   we want, and it counts each layer's outputs alike.
-# - **Without outliers the text hardly notices.** Differences of a tenth of a percent between 4-bit methods are smaller
-#   than those between two texts. Measure on yours, with enough of it.
+# - **Both lower the error of outputs**, which is what they minimise. (GPTQ's is measured on its own calibration text,
+#   which flatters it.) **The text need not follow**: as trained, AWQ's outputs are nearer to the original than those of
+#   rounding to nearest, and its text is worse.
+# - **With outliers rounding to nearest loses many times as much.** Weights 30 times smaller than their group's scale
+#   suggests become 0, and they meet the largest inputs. AWQ finds the planted factors and undoes them; GPTQ keeps the grid
+#   and can only make good elsewhere.
+# - **Without outliers the text hardly notices.** A tenth of a percent between 4-bit methods is less than between two
+#   texts: measure on yours.
 #
 # ## 4 · Keys and values
 #
-# Beside the weights a server keeps the cache, and at long contexts it reads more of it. Its numbers come one token
-# at a time and are never seen together, so this lab needs no calibration: each token's row gets its own scale when it is
-# written.
+# At long contexts a server reads more of the cache than of the weights. Its numbers come one token at a time, so each
+# token's row gets its own scale when it is written; nothing is calibrated.
 #
 # ### Exercise 5 · int8 keys, one scale per token and head (10 minutes)
 
@@ -340,12 +326,12 @@ quantize_kv = check("int8-kv", quantize_kv)
 receipts.cache(quantize_kv)
 
 # %% [markdown]
-# Grouped-query attention saves more than any of it, and it multiplies: keys of 8 instead of 64 heads are an eighth of
-# the bytes, and int8 nearly halves those ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)).
+# Grouped-query attention ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)) saves more, and it multiplies: keys of 8
+# instead of 64 heads are an eighth of the bytes.
 #
 # ## 5 · Leaving out instead of rounding
 #
-# ### Exercise 6 · two of four (10 minutes)
+# ### Exercise 6 · two of four (10 minutes, skip on a first reading)
 #
 # A pruned weight that is kept as 0 saves nothing. *2:4 sparsity*
 # ([Mishra et al. 2021](https://arxiv.org/abs/2104.08378)) keeps exactly two of every four inputs, so they can be packed:
@@ -368,7 +354,7 @@ def two_of_four(weight):
 two_of_four = check("two-of-four", two_of_four)
 
 # %% [markdown]
-# ### Exercise 7 · low rank (15 minutes)
+# ### Exercise 7 · low rank (15 minutes, skip on a first reading)
 #
 # W ≈ A B with A: [out, r] and B: [r, in]. The best such pair comes from the singular value decomposition, and its error is
 # known before it is built: ‖W - A B‖² is the sum of the squares of the singular values left out
@@ -408,14 +394,13 @@ show(tail_of_singular_values)
 receipts.leaving_out()
 
 # %% [markdown]
-# Zeros that are kept in 16 bits (the fourth row) save nothing: only a format that leaves them out does. This
-# comparison is unfair to pruning: pruned and low-rank models are usually trained on afterwards and recover a good part.
+# Zeros that are kept in 16 bits (the fourth row) save nothing. And the comparison is unfair: pruned and low-rank models are
+# usually trained on afterwards and recover a good part.
 #
-# The third way is to train a smaller model from the start, best with the large one's distributions as its goal instead of
-# the text's single next token: *distillation* ([Hinton et al. 2015](https://arxiv.org/abs/1503.02531)).
-# `python -m minillm train --teacher target` does that (`minillm/train/teacher.py`). The committed draft, a tenth of the
-# target, was trained on text alone. It is the point at the far left of the next figure: the fewest bytes and the most
-# speed, for more error than any format costs.
+# The third way is a smaller model that learns the large one's distributions: *distillation*
+# ([Hinton et al. 2015](https://arxiv.org/abs/1503.02531); `minillm train --teacher target`). The committed draft, a tenth
+# of the target and trained on text alone, is at the far left of the next figure: the fewest bytes, the most speed, and more
+# error than any format costs.
 #
 # ## 6 · Speed
 #
@@ -437,20 +422,17 @@ show(bytes_error_speed)
 speed.formats(formats_measured)
 
 # %% [markdown]
-# Bits per byte here are those of 8 windows of 256 tokens, spread over the held-out files. `docs/models.md` gives 1.265 for
-# `target`, over all of these files in windows of 512. Hardly any of the difference comes from the shorter windows: eight
-# are few, and these are harder than most (over every fourth window of 256 it is 1.29). All formats meet the same eight.
+# (Bits per byte of 8 windows of 256 tokens, harder than most: `docs/models.md` gives 1.265 over all held-out files.)
 #
-# The order in the claim is the order of certainty. Bytes are arithmetic. The error depends on the weights and the text.
-# And speed depends on a kernel that reads the codes as they are; the last column says what multiplied. Where it says
-# *dequantize*, codes are turned back into float32 before every product, which reads and writes *more* bytes than
-# before.
+# The order in the claim is the order of certainty. Bytes are arithmetic, the error depends on weights and text, and speed
+# on a kernel that reads the codes as they are. Where the last column says *dequantize*, codes become float32 before every
+# product, which moves *more* bytes than before.
 #
 # ### When it ends
 #
-# A decode step takes max(bytes / bandwidth, 2 · batch · weights / FLOP/s) at least. Quantizing weights shrinks the
-# first. As the batch grows the second takes over: first for the quantized weights, at batch
-# bits/16 · FLOP/s / bandwidth, and at last for those of 16 bits as well. From there on nothing is left to gain.
+# A decode step takes max(bytes / bandwidth, 2 · batch · weights / FLOP/s) at least. Quantizing weights shrinks the first.
+# As the batch grows the second takes over, for quantized weights at batch bits/16 · FLOP/s / bandwidth, and at last for
+# those of 16 bits: then nothing is left to gain.
 
 # %%
 show(figures.speedup_by_batch)
@@ -462,9 +444,8 @@ sliders(figures.speedup_by_batch, bits=(3.0, 16.0), batch=(1, 512), context=[0, 
 speed.when_it_ends(guess_full_batch)
 
 # %% [markdown]
-# Two models, two pairs of numbers. This table counts every weight in 4.125 bits: 3.88 times, up to 76 sequences. The
-# figure above, and the table of large batches below, keep the 8B model's output head in 16 bits, as most 4-bit models do:
-# 3.23 times, up to 91 sequences.
+# This table counts every weight in 4.125 bits. The figure above, and the table of large batches below, keep the 8B model's
+# output head in 16 bits, as most 4-bit models do: 3.23 times, up to 91 sequences.
 #
 # ## Break it
 #
@@ -504,21 +485,20 @@ verdict = check("what-went-wrong", verdict)
 receipts.programs(verdict)
 
 # %% [markdown]
-# Before you open this: why is the size of the error no help?
+# Why is the size of the error no help?
 #
 # <details><summary>Answer</summary>
 #
 # - **A: one scale for the tensor.** The largest weight of all sets every step. At most 16 different
 #   values in the whole matrix.
-# - **B** is right, but three weights are outliers: its error is larger than that of C. Codes cannot help it; a smaller
-#   group, AWQ, or keeping the outliers in 16 bits ([Dettmers et al. 2023](https://arxiv.org/abs/2306.03078), SpQR) can.
+# - **B** is right, but three weights are outliers: its error is larger than that of C. A smaller group, AWQ, or outliers
+#   kept in 16 bits ([Dettmers et al. 2023](https://arxiv.org/abs/2306.03078), SpQR) help.
 # - **C: groups along the outputs.** Each column's groups have 16 values, each row's have many. Where weights are alike in
-#   all directions its error is that of the right program, so no test of quality finds it. Only a kernel that
-#   expects groups along the inputs shows it: its outputs are wrong.
+#   all directions no test of quality finds it; a kernel that expects groups along the inputs gives wrong outputs.
 # - **D** is right.
 # - **E: the zero point off by one.** All weights of a group move by one step in the same direction. GPTQ's first file
 #   layout stores zero points minus one ([AutoGPTQ#325](https://github.com/AutoGPTQ/AutoGPTQ/pull/325)), its second does
-#   not, and folders do not always say which they are: a 27B model read the wrong way writes the same token for ever
+#   not; a 27B model read the wrong way writes one token for ever
 #   ([vLLM#38966](https://github.com/vllm-project/vllm/pull/38966)).
 # - **F** is right: NF4, whose levels are not evenly spaced.
 # </details>
@@ -530,8 +510,8 @@ receipts.programs(verdict)
 receipts.what_bugs_cost()
 
 # %% [markdown]
-# One scale for a whole tensor is a small bug in a model without outliers and a large one in a model that has them: test
-# with weights like those that you will serve.
+# One scale for a whole tensor is a small bug without outliers and a large one with them: test with weights like those that
+# you will serve.
 #
 # ## Where it loses
 #
@@ -544,23 +524,17 @@ receipts.what_bugs_cost()
 speed.batches_here()
 
 # %% [markdown]
-# ### Large batches, by formula
-#
-# The 8B model on one H100. With 4-bit weights arithmetic stays in 16 bits. In the columns *8 bits both* inputs are rounded as
-# well (W8A8, fp8), so the products themselves run twice as fast: that pays at any batch.
+# By formula, the 8B model on one H100. With 4-bit weights arithmetic stays in 16 bits. In the columns *8 bits both* inputs
+# are rounded as well (W8A8, fp8), and the products run twice as fast: that pays at any batch.
 
 # %%
 speed.batches_h100()
 
 # %% [markdown]
-# At a context of 2,048 the cache is read as well, by every sequence its own. Smaller weights cannot shorten that; a smaller
-# cache can.
+# At a context of 2,048 every sequence's cache is read as well, which smaller weights cannot shorten.
 #
-# ### Small models
-#
-# The target's layers are so small that calling a kernel costs as much as its bytes, and a packed int4 kernel that unpacks
-# while it multiplies can be slower than plain float32 (see the table in section 6). Bytes saved are only time saved where
-# reading them took the time.
+# Small models lose as well: the target's layers are so small that calling a kernel costs as much as its bytes (see the
+# table in section 6).
 #
 # ## The same in production
 #
@@ -581,14 +555,13 @@ receipts.peer()
 # | a cache in 8 bits | `LLM(model, kv_dtype="int8")` | vLLM `--kv-cache-dtype fp8` |
 # | 2:4 | `minillm/quantize/prune.py` | torch `to_sparse_semi_structured` |
 #
-# Sources: documentation of [vLLM](https://docs.vllm.ai/en/latest/features/quantization/),
+# Sources, 2026: [vLLM](https://docs.vllm.ai/en/latest/features/quantization/),
 # [transformers 5](https://huggingface.co/docs/transformers/quantization/overview),
-# [torchao](https://github.com/pytorch/ao) and [llm-compressor](https://github.com/vllm-project/llm-compressor), 2026.
-# Names change often.
+# [torchao](https://github.com/pytorch/ao), [llm-compressor](https://github.com/vllm-project/llm-compressor).
 #
 # ## On a GPU
 #
-# This lab has no ranks, so there is nothing to start with `torchrun`. Quantize a checkpoint of your own, and compare:
+# Quantize a checkpoint of your own, and compare:
 #
 # ```bash
 # python -m minillm quantize --model $DIR --method awq --bits 4 --group 128 --out $NEW
@@ -609,8 +582,8 @@ speed.interview()
 # **1. Weights go from 16 to 4 bits. What becomes faster, and by how much?**
 # <details><summary>Answer</summary>
 #
-# Whatever waits for weights to be read: decoding at small batches, by 16 / (4 + 16/group), 3.9 times with groups of 128.
-# Prefill gains nothing, since its products take as long as before. Reading the cache does not change either.
+# Decoding at small batches, by 16 / (4 + 16/group), 3.9 times with groups of 128. Prefill gains nothing, since its
+# products take as long as before, and reading the cache does not change.
 #
 # *Follow-up: up to which batch?* On an H100 the full factor holds up to 76 sequences, and from 296 on it is 1.
 # </details>
@@ -618,40 +591,30 @@ speed.interview()
 # **2. Why groups, and why along the inputs?**
 # <details><summary>Answer</summary>
 #
-# A scale is set by the largest weight that shares it, so an outlier coarsens its whole group. Along the inputs, because one
-# output is a sum over inputs: a scale that is constant over a stretch of that sum comes out of it, and a kernel multiplies
-# by it once per group.
+# An outlier coarsens all that share its scale. Along the inputs, because one output is a sum over inputs: a scale that is
+# constant over a stretch of that sum comes out of it, and a kernel multiplies by it once per group.
 # </details>
 #
-# **3. How large is the rounding error?**
-# <details><summary>Answer</summary>
-#
-# At most half a step per weight, Δ²/12 in the mean square. Every bit gains 6.02 dB. What matters is the error of the
-# layer's output, and in the end of the text.
-# </details>
-#
-# **4. AWQ or GPTQ?**
+# **3. AWQ or GPTQ?**
 # <details><summary>Answer</summary>
 #
 # AWQ rescales channels before it rounds: robust with little calibration text, and it repairs outliers of inputs. GPTQ
-# changes what the codes are so that errors cancel in the output: often the better of the two without outliers, and it can
-# overfit its calibration text. They combine. Both cost nothing when the model runs.
+# chooses codes so that errors cancel in the output: often better without outliers, and it can overfit its calibration
+# text. Both cost nothing when the model runs.
 # </details>
 #
-# **5. Why are inputs harder to quantize than weights?**
+# **4. Why are inputs harder to quantize than weights?**
 # <details><summary>Answer</summary>
 #
-# A few channels are far larger than the rest in every token, and they set the scale of a token's row. SmoothQuant
-# ([Xiao et al. 2022](https://arxiv.org/abs/2211.10438)) moves the difficulty into the weights, by the same trick as AWQ.
-# Inputs must also be rounded while the model runs.
+# A few channels are far larger than the rest in every token and set the scale of its row. SmoothQuant
+# ([Xiao et al. 2022](https://arxiv.org/abs/2211.10438)) moves the difficulty into the weights, as AWQ does.
 # </details>
 #
-# **6. How would you decide that a quantized model is good enough?**
+# **5. How would you decide that a quantized model is good enough?**
 # <details><summary>Answer</summary>
 #
-# Bits per byte on held-out text of the product, KL to the original and the share of greedy tokens that agree, then the tasks
-# that matter, with enough samples to tell a percent from noise. And bytes and tokens per second on the machine that will
-# serve it.
+# Bits per byte on text of the product, KL to the original, then the tasks that matter, with enough samples to tell a
+# percent from noise. And bytes and tokens per second on the machine that will serve it.
 # </details>
 #
 # ### Design questions
@@ -672,23 +635,22 @@ speed.design_day_and_night()
 # %% [markdown]
 # <details><summary>D1 and D2: a worked answer</summary>
 #
-# D1: 10 % free and 2 GB for activations leave 70 GB. Weights in 16 bits (141 GB) and in 8 bits (73 GB) do not fit. With
-# 4-bit layers in groups of 128, embedding and head in 16 bits, they take 39.5 GB, and the cache gets 30.5 GB. A token's
-# keys and values are 328 kB in 16 bits: two sequences of 32,768. In 8 bits, with a 32-bit scale per token and head, they
-# are 169 kB: five sequences. A step reads the weights and five full caches: 19.4 ms at 3.35 TB/s, so 51 tokens per second
-# for each. The caches are 43 % of that traffic, which is why a smaller cache saves time as well as room.
+# D1: 70 GB are left. Weights in 16 bits (141 GB) and in 8 bits (73 GB) do not fit. With 4-bit layers in groups of 128,
+# embedding and head in 16 bits, they take 39.5 GB, and the cache gets 30.5 GB. A token's keys and values are 328 kB in 16
+# bits: two sequences. In 8 bits, with a 32-bit scale per token and head, they are 169 kB: five. A step reads the weights
+# and five full caches: 19.4 ms at 3.35 TB/s, 51 tokens per second for each. The caches are 43 % of that traffic, so a
+# smaller cache saves time as well as room.
 #
-# D2: by day the step waits for memory: 4-bit weights make it 2.5 times shorter, 8 bits 1.7 times (the cache stays). By
-# night a prompt of 2,048 tokens is compute-bound: 4-bit weights gain nothing, and 8 bits for weights and inputs halve the
-# time. One format for both: 8 bits. With a replica for each, 4 bits by day and 8 by night.
+# D2: by day 4-bit weights make the step 2.5 times shorter, 8 bits 1.7 times (the cache stays). By night a prompt of 2,048
+# tokens is compute-bound: 4-bit weights gain nothing, 8 bits for weights and inputs halve the time. One format for both: 8
+# bits. With a replica for each, 4 bits by day and 8 by night.
 # </details>
 #
 # ### Capstone (open)
 #
 # Give every layer of `target` its own format: choose among 4 and 8 bits so that the whole model takes no more bytes than
 # int4 in groups of 128 with two layers in 8 bits, and loses the fewest bits per byte (`Settings(skip=...)` leaves layers
-# out of a first pass). By what would you rank layers: their output error, or their effect on the text? How many
-# evaluations does your search need, and does the order hold on other text? Defend it in half a page.
+# out of a first pass). By what do you rank layers?
 #
 # ## Can you answer them now?
 #

@@ -23,7 +23,7 @@ ANSWERS = answers_of("16_quantization")
 # Bytes.
 
 
-@titled("bits of a weight, bytes of the target", open_rows=8)
+@titled("bits of a weight, bytes of the target", open_rows=3, show="groups of 128|of it embedding")
 def bytes_of_formats(guess_bits: float | None = None) -> Iterator[Row]:
     """Formulas beside what layers keep, and the whole model. guess_bits: the reader's, for int4 in groups of 32."""
     yield formula("int4, groups of 32: bits per weight", predict.bits_per_weight(4, 32), guess=guess_bits)
@@ -36,8 +36,8 @@ def bytes_of_formats(guess_bits: float | None = None) -> Iterator[Row]:
     for name, bits, fixed in (
         ("int8", _bits_of_channels(config), 0),
         ("int4, groups of 32", predict.bits_per_weight(4, 32), 0),
-        ("int4, groups of 128", predict.bits_per_weight(4, 128), 0),
         ("NF4", predict.bits_per_weight(4, 64, scale_bits=8), _double_scales(config)),
+        ("int4, groups of 128", predict.bits_per_weight(4, 128), 0),
     ):
         model, _ = experiments.in_format(name)
         yield row(f"the target in {name}", round(4 * kept + rounded * bits / 8 + fixed), nbytes(model), "B")
@@ -85,7 +85,7 @@ def error_of_rounding(guess_db: float | None = None) -> Receipt:
         error = format.nearest(trained, grid) - trained
         rows.append(row(f"int{bits} in groups of 32, a trained layer", expected, float(error.square().mean()), "", 0.1))
     rows += _outlier()
-    return receipt("the error of rounding", rows, open_rows=7)
+    return receipt("the error of rounding", rows, open_rows=3, show="twice as large|int4 in groups")
 
 
 def _outlier() -> list[Row]:

@@ -13,7 +13,7 @@
 # can be trained for, and shared by, everybody who needs another behaviour.**
 # Stands on lab 02 (memory of a step), lab 05 (a layer cut over ranks), lab 13 (keys of cached blocks) and lab 16 (NF4).
 #
-# The seven exercises take about two hours; with the measurements and the questions at the end plan three.
+# The core path, the seven exercises, takes two hours; with the measurements and the questions at the end plan three.
 # Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. What does an adapter save in training, in numbers, bytes and FLOPs, and what does it not save?

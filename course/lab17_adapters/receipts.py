@@ -29,7 +29,7 @@ SEQ = 32  # tokens of the counted steps
 # Numbers and FLOPs.
 
 
-@titled("adapters of rank 16: numbers and FLOPs", open_rows=7)
+@titled("adapters of rank 16: numbers and FLOPs", open_rows=1, show="over those")
 def numbers(guess_numbers: float | None = None, guess_share: float | None = None) -> Iterator[Row]:
     """r (d + k) by formula and in the target; FLOPs of its training step by formula and as torch counts them."""
     yield formula("a matrix of 4,096 x 4,096: r (d + k)", 16 * 8192, guess=guess_numbers)
@@ -41,10 +41,10 @@ def numbers(guess_numbers: float | None = None, guess_share: float | None = None
     yield row("    numbers of adapters on all layers", everywhere.parameters, trained)
     for name, adapters in (("all layers", everywhere), ("q and v", Adapters(config, 16))):
         counted = experiments.step_flops(adapters.layers)
-        yield row(f"adapters on {name}: FLOPs of a step", SEQ * adapters.training_flops(SEQ).total, counted, "FLOP")
         guess = guess_share if adapters is everywhere else None
-        share = formulas.step_share(adapters, SEQ)
-        yield row("    of those of training all weights", share, counted / full, "", 1e-9, guess=guess)
+        share, said = formulas.step_share(adapters, SEQ), f"adapters on {name}: FLOPs of a step"
+        yield row(f"{said} over those of training all weights", share, counted / full, "", 1e-9, guess=guess)
+        yield row(said, SEQ * adapters.training_flops(SEQ).total, counted, "FLOP")
 
 
 # Stages of training.
@@ -57,15 +57,14 @@ def stages() -> Receipt:
     return receipt(
         "one conversation and one pair of answers",
         [
-            formula("pre-training: tokens of the conversation that count, all but the first", found.tokens - 1),
             row("fine-tuning: tokens that count, those of the answer", found.answer, found.counted),
             row("preference: loss of a pair before training, ln 2", math.log(2), found.losses[0], "nats", 1e-6),
-            row(f"    after {len(found.losses) - 1} steps", None, found.losses[-1], "nats"),
+            row("adapters switched off: the base's logits, bit for bit", True, found.equal),
+            formula("pre-training: tokens of the conversation that count, all but the first", found.tokens - 1),
+            row(f"preference: loss after {len(found.losses) - 1} steps", None, found.losses[-1], "nats"),
             row("    log-likelihood of the preferred answer over the other: before", None, first[0] - first[1]),
             row("    and after", None, last[0] - last[1]),
-            row("adapters switched off: the base's logits, bit for bit", True, found.equal),
         ],
-        open_rows=7,
     )
 
 
@@ -79,8 +78,7 @@ def step_memory(found: tuple[StepBytes, ...] | None = None, guess_less: float | 
     plain, lora, qlora = found
     rows.append(formula("LoRA: times fewer bytes", plain.total / lora.total, guess=guess_less))
     rows.append(formula("QLoRA: times fewer bytes", plain.total / qlora.total))
-    rows.append(formula("NF4: bits per weight", formulas.NF4_BITS))
-    return receipt("a model of 3.4 million parameters, 128 tokens a step", rows, open_rows=6)
+    return receipt("a model of 3.4 million parameters, 128 tokens a step", rows, open_rows=1, show="times fewer")
 
 
 # Many adapters.
@@ -103,9 +101,9 @@ def products(grouped: Callable | None = None) -> Receipt:
         read = predict.batch_bytes_read(base, [adapter] * different)
         rows.append(formula(f"Llama 3 8B, {different} of rank 16: bytes read, over the base's", read / base))
     rows.append(
-        formula("    16 merged models: bytes read, over the base's", predict.merged_bytes_read(base, 16) / base)
+        formula("Llama 3 8B, 16 merged models: bytes read, over the base's", predict.merged_bytes_read(base, 16) / base)
     )
-    return receipt("a step of 16 requests", rows, open_rows=6)
+    return receipt("a step of 16 requests", rows, open_rows=1, show="16 adapters|16 of rank|16 merged")
 
 
 def fits(guess_fit: float | None = None) -> Receipt:
@@ -121,7 +119,7 @@ def fits(guess_fit: float | None = None) -> Receipt:
     for name, rank in serving.RANKS.items():
         predicted = Adapters(config, rank, LAYERS).nbytes(4)
         rows.append(row(f"the target, rank {rank}, float32: bytes of its file", predicted, sizes[name], "B", 0.05))
-    return receipt("how many fit", rows, open_rows=5)
+    return receipt("how many fit", rows, open_rows=2)
 
 
 def served() -> Receipt:
@@ -135,13 +133,12 @@ def served() -> Receipt:
         f"{len(answers)} requests, {different} adapters and none, in one engine",
         [
             row("requests with the tokens of their merged model", len(answers), sum(each.right for each in answers)),
-            row("bytes of the adapters on the device", nbytes, held, "B"),
             row("first round: tokens of the common beginning from the cache", 0, sum(e.hit for e in answers[:half])),
             row(
                 "second round: each finds what its own adapter left", half * shared, sum(e.hit for e in answers[half:])
             ),
+            row("bytes of the adapters on the device", nbytes, held, "B"),
         ],
-        open_rows=4,
     )
 
 
@@ -160,7 +157,8 @@ def forgotten_key() -> Receipt:
             row("requests with wrong tokens, of 8: some", True, len(wrong) > 0),
             row("    so many", None, len(wrong)),
         ],
-        open_rows=3,
+        open_rows=1,
+        show="requests with wrong",
     )
 
 
@@ -177,13 +175,13 @@ def reduced_twice(found: dict[str, dict[str, list[float]]] | None = None) -> Rec
     return receipt(
         f"{rank_programs.STEPS} steps of AdamW on 2 ranks",
         [
-            row("loss of the last step, finished once", None, once["losses"][-1]),
-            row("    finished twice, relative difference: below 1e-6", True,
+            row("loss of the last step, twice beside once, relative difference: below 1e-6", True,
                 abs(twice["losses"][-1] / once["losses"][-1] - 1) < 1e-6),
             row("norm of A's gradient in the second step, twice over once: the number of ranks", 2.0,
                 twice["norms"][1] / once["norms"][1], "", 1e-3),
+            row("loss of the last step, finished once", None, once["losses"][-1]),
         ],
-        open_rows=3,
+        open_rows=2,
     )  # fmt: skip
 
 
@@ -233,7 +231,7 @@ def last_ranks(found: list[Tuned]) -> Receipt:
     gains = {task: loss[task, 8] - loss[task, 64] for task in (NEAR, FAR)}
     rows = [row(f"{task}: nats gained", None, gain) for task, gain in gains.items()]
     rows.append(row("    more far from the base than near it", True, gains[FAR] > gains[NEAR]))
-    return receipt("from rank 8 to rank 64", rows)
+    return receipt("from rank 8 to rank 64", rows, open_rows=1, show="nats")
 
 
 def batch_costs(found: list[BatchCost]) -> Table:

@@ -13,7 +13,7 @@
 # answers disturb each other.**
 # Stands on lab 05 (a layer cut over ranks), lab 06 (pipelines), lab 13 (blocks) and lab 14 (the scheduler).
 #
-# The six exercises take about two hours; with the measurements and the questions at the end plan three.
+# The core path, the six exercises, takes two hours; with the measurements and the questions at the end plan three.
 # Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. What does a decode step send under tensor and under pipeline parallelism, and when is a second rank slower than one?

@@ -20,7 +20,7 @@ ANSWERS = answers_of("18_distributed_serving")
 # One engine on two ranks.
 
 
-@titled("the target on 2 ranks: a decode step of one greedy sequence", open_rows=3, show="Llama")
+@titled("the target on 2 ranks: a decode step of one greedy sequence", open_rows=2, show="Llama")
 def decode_step(found: TwoRanks | None = None, guess_reduces: float | None = None) -> Iterator[Row]:
     """P98: what a rank holds and a step sends under tensor parallelism, by formula and by the ledger."""
     found = found or experiments.two_ranks()

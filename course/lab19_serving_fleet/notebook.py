@@ -13,8 +13,8 @@
 # weights, kernels and prompts. What grew is the time in which nothing is computed for the request.
 # Stands on labs 12 (prefill and decode) and 14 (the scheduler).
 #
-# The seven exercises take about two and a half hours; with the incidents and the questions plan four. Running the
-# notebook from top to bottom takes under a minute. *Where it loses* is optional. At the end you can answer:
+# The core path, exercises 1, 3, 4, 6 and 7 with *Break it*, takes two hours; with the rest and the questions plan four.
+# Running the notebook from top to bottom takes under a minute. At the end you can answer:
 #
 # 1. Where do a request's seconds go, and which part of them grows with the load?
 # 2. When does another replica help, and when does it come too late?
@@ -138,7 +138,7 @@ receipts.omission()
 # %% [markdown]
 # The two generators sent the same plan to the same server. The closed one reports a server without a blemish.
 #
-# ### Exercise 2 · a token bucket (20 minutes)
+# ### Exercise 2 · a token bucket (20 minutes, skip on a first reading)
 #
 # The first protection: each tenant may spend `rate` tokens per second on average, and save up to `burst`.
 
@@ -281,7 +281,7 @@ receipts.neighbours(FairQueue)
 # What is left to wait for is the step that runs and the own prompt's. So the tail stays within 1.5 times of being alone
 # *if* these two together do, and if the tenant's requests fit its part of the places.
 #
-# ### Exercise 5 · affinity against balance (25 minutes)
+# ### Exercise 5 · affinity against balance (25 minutes, skip on a first reading)
 #
 # A replica that has the prefix of a prompt in its cache (lab 13) saves its prefill. So requests that begin alike should
 # go to the same replica, and yet no replica should drown when a prefix becomes popular. *Consistent hashing with
@@ -447,7 +447,7 @@ def diagnose(page):
 diagnose = check("diagnose-a-fleet", diagnose)
 
 # %% [markdown]
-# ## Where it loses (optional)
+# ## Where it loses (skip on a first reading)
 
 # %%
 receipts.losses()

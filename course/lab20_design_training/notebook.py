@@ -13,7 +13,7 @@
 # Stands on labs 01 to 11 (their formulas).
 #
 # Thirteen problems as they are asked in interviews, about ten minutes each, and two short exercises: two and a half
-# hours in all. You commit to a number, then the cell computes it with the same formulas that the labs have measured,
+# hours in all; the core path of two leaves out problems 11 to 13. You commit to a number, then the cell computes it with the same formulas that the labs have measured,
 # names the mistake if yours has a known one, and shows a strong answer, the next questions and a weak answer. Running
 # the notebook from top to bottom takes seconds. At the end you can answer:
 #

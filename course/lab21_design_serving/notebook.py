@@ -13,7 +13,7 @@
 # Stands on labs 12 to 15 (their formulas).
 #
 # Twelve problems as they are asked in interviews, about ten minutes each, and two short exercises: two and a half hours
-# in all. As in lab 20 you commit to a number before the cell computes it. Running the notebook from top to bottom takes
+# in all; the core path of two leaves out problems 10 to 12. As in lab 20 you commit to a number before the cell computes it. Running the notebook from top to bottom takes
 # seconds. At the end you can answer:
 #
 # 1. How many sequences does a GPU carry, and what ends that: bytes, bandwidth or arithmetic?

@@ -15,7 +15,7 @@
 # Most exhibits are bugs that shipped in a known project, planted in minillm's own code for one run; in two nothing is
 # wrong, and you have to say so. All but one raise no error, and where there is a loss, it usually falls. You get the
 # symptom, order measurements for minutes, name the culprit, repair the code, and read how an experienced engineer went
-# about it. About three hours with four exercises; running the notebook from top to bottom takes less than a minute. At
+# about it. About three hours with four exercises; the core path of two is sections 1 to 5. Running the notebook from top to bottom takes less than a minute. At
 # the end you can answer:
 #
 # 1. Why is a falling loss no evidence, and which number of the first step is?

@@ -14,7 +14,7 @@
 #
 # A hundred and one statements of the kind that interviews bring up: some true, some false, and a third that depends. You vote; the
 # next cell runs what decides each one, on real ranks, in a simulation or by the course's formulas, and says under which condition
-# the verdict flips. About two hours with one exercise; running the notebook from top to bottom takes seconds. At
+# the verdict flips. The core path, all claims and one exercise, takes two hours; running the notebook from top to bottom takes seconds. At
 # the end you can answer:
 #
 # 1. Which statements about memory and bytes can you refute with one line of arithmetic?

@@ -13,7 +13,7 @@
 # Stands on labs 00 to 16 (their mechanisms and formulas).
 #
 # Seven whiteboard tasks of its own (95 minutes), and a deck, drills and tasks from all labs that you come back to:
-# about two hours the first time. In the terminal the same interview runs under a clock:
+# two hours the first time, a core path of its own. In the terminal the same interview runs under a clock:
 # `python -m minillm interview --minutes 45`. At the end you can answer:
 #
 # 1. Which topics do you answer well, and which come back because you did not?

@@ -13,7 +13,7 @@
 # both.**
 # Stands on lab 00 (the roofline) and lab 12 (decode is memory); lab 13 for the paged cache.
 #
-# The nine exercises take about three hours; with the measurements and the questions at the end plan four.
+# The core path, exercises 1, 2, 4, 5, 7 and 9, takes two hours; all nine take three, with the questions at the end four.
 # Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. How many bytes does a kernel move, and what does fusing two of them save?
@@ -178,7 +178,7 @@ def softmax_rows(x, y, x_row, width, BLOCK):
 softmax_rows = check("softmax-rows", softmax_rows) if INSTALLED else left_out()
 
 # %% [markdown]
-# ### Exercise 3 · RMSNorm, forward and backward (30 minutes)
+# ### Exercise 3 · RMSNorm, forward and backward (30 minutes, skip on a first reading)
 #
 # y = w · x · r with r = 1 / √(mean(x²) + eps) of each row. With x̂ = x · r and g = dy · w:
 #
@@ -335,7 +335,7 @@ def gate(both, y, width, BLOCK):
 rotate, gate = check("between-products", (rotate, gate)) if INSTALLED else left_out(2)
 
 # %% [markdown]
-# ### Exercise 6 · a paged decode step (30 minutes)
+# ### Exercise 6 · a paged decode step (30 minutes, skip on a first reading)
 #
 # One program per sequence and *key-value head*. Its GROUP query heads read the same keys, so load each key once, for all of
 # them: scores are a tile [GROUP, SIZE]. Block b of a sequence's table holds SIZE keys; only the first `context` places of
@@ -479,7 +479,7 @@ receipts.graph_pays(guess_full_graph)
 # sizes are fixed, so a step is padded to a recorded size; and the next replay overwrites the result. Nothing recorded may
 # wait for the host, allocate outside the graph's memory, or depend on a value that the host looks up.
 #
-# ### Exercise 8 · replay a decode step (20 minutes)
+# ### Exercise 8 · replay a decode step (20 minutes, skip on a first reading)
 #
 # `graphs[size]` has `tokens` and `slots`, [size] each, `logits`, [size, vocabulary], and `replay()`. Replaying writes the
 # key of every token to its slot of the cache, padding included. What can padding hold, so that no other sequence's key is

@@ -9,23 +9,15 @@ import pytest
 
 from course.kit import course, masters
 from course.kit.card import Card
-from course.kit.minutes import lab_title
+from course.kit.minutes import SKIP, core_minutes, lab_title
 from course.kit.receipts import receipt, row
 
 ROOT = Path(__file__).parents[3]
 MASTERS = course.masters(ROOT)
 COLUMNS = 100  # of code; JupyterLab cuts what is longer in a window of 1280 pixels
 FEW = 25  # rows of receipts that a lab keeps open
-MOST_OPEN = {  # labs that keep more: the numbers may only fall
-    "02": 26,
-    "10": 66,
-    "11": 32,
-    "13": 41,
-    "16": 29,
-    "17": 45,
-    "18": 26,
-    "19": 54,
-}
+WORDS = 2_800  # of prose in a notebook
+CORE = 120  # minutes that the exercises of a lab's core path take
 RECEIPT, CARD = "border-collapse:collapse;margin:4px 0", "border-left:4px solid"
 
 
@@ -46,6 +38,38 @@ def test_the_first_cell_says_how_long_it_takes_and_what_it_stands_on(lab):
     assert stands, f"{lab}: write a line 'Stands on lab NN (what of it).' or 'Stands on nothing before it.'"
     named = re.findall(r"\b\d\d\b(?! bytes)", stands[0])
     assert all(number < lab[:2] and any(each.startswith(number) for each in MASTERS) for number in named), stands[0]
+
+
+@pytest.mark.parametrize("lab", MASTERS)
+def test_a_lab_has_a_way_through_in_two_hours(lab):
+    notebook = masters.lab(MASTERS[lab])
+    exercises, _ = core_minutes(notebook)
+    assert exercises <= CORE, f"{lab}: mark exercises '{SKIP}' until those that are left take {CORE} minutes"
+    said = notebook.cells[0].source
+    assert re.search(r"\b\d\d minutes with the exercises", said) or ("core path" in said and "two" in said), (
+        f"{lab}: the first cell should say what its core path of two hours is"
+    )
+
+
+def prose(source: str) -> int:
+    """Words of a Markdown cell, headings, lists and folded answers included: what stands between spaces and holds a
+    letter. Code in fences, tables, addresses of links and HTML tags do not count."""
+    source = re.sub(r"^```.*?^```", "", source, flags=re.DOTALL | re.MULTILINE)
+    source = re.sub(r"^\|.*", "", source, flags=re.MULTILINE)
+    source = re.sub(r"\]\([^)]*\)|<[^>]+>", " ", source)
+    return sum(bool(re.search(r"[^\W\d_]", word)) for word in source.split())
+
+
+@pytest.mark.parametrize("lab", MASTERS)
+def test_a_notebook_has_few_words(lab):
+    cells = masters.lab(MASTERS[lab]).cells
+    words = sum(prose(cell.source) for cell in cells if cell.cell_type == "markdown")
+    assert words <= WORDS, f"{lab}: {words} words of prose are too many: cut what repeats, down to {WORDS}"
+
+
+def test_words_are_counted_as_a_reader_meets_them():
+    text = "## A title\n\n| a | table |\n\n- [two words](https://example.org/a-b), `code`\n\n$6P = 3$ <b>bold</b> 7 · 8"
+    assert prose(text + "\n\n```bash\nls -l\n```\n") == 7
 
 
 @pytest.mark.parametrize(("lab", "following"), itertools.pairwise([*MASTERS, None]))
@@ -72,7 +96,7 @@ def open_rows(notebook: nbformat.NotebookNode) -> int:
 @pytest.mark.parametrize("lab", MASTERS)
 def test_receipts_show_what_the_text_speaks_of(lab):
     shown = open_rows(nbformat.read(ROOT / "solutions" / f"{lab}.ipynb", as_version=4))
-    assert shown <= MOST_OPEN.get(lab[:2], FEW), f"{lab}: {shown} rows are open: fold those of which no text speaks"
+    assert shown <= FEW, f"{lab}: {shown} rows are open: fold those of which no text speaks"
 
 
 def test_open_rows_are_counted_as_a_page_shows_them():

@@ -64,12 +64,6 @@ def test_wrong_gradients_are_told_apart():
     assert "should be None" in rank_programs.say_gradient(right, None, {0: None}, 0)
 
 
-def test_torch_sampler_repeats_samples_and_order():
-    found = experiments.torch_sampler(10, 4)
-    assert found["duplicates"] == found["predicted"] == 2
-    assert found["same_without_set_epoch"] and not found["same_with_set_epoch"]
-
-
 def test_activations_peak_at_one_microbatch():
     one, several, whole = experiments.activation_peaks(batch=4, microbatches=2).values()
     assert one == several < whole
