@@ -78,7 +78,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Most notebooks belong to `make full`: every solution, and of labs as handed out a third, drawn anew in each run."""
+    """Most notebooks belong to `make full`: all solutions, and of labs as handed out a third, drawn anew each time."""
     notebooks = [item for item in items if item.path.suffix == ".ipynb"]
     for item in notebooks:
         if item.path.name[:2] not in (LABS if item.path.parent.name == "labs" else SOLUTIONS):
