@@ -42,7 +42,7 @@ class Size:
 
 @one_thread()
 def sizes() -> dict[int, Size]:
-    """By number of experts, of which a token meets TOP_K."""
+    """By number of experts, of which a token activates TOP_K."""
     found, tokens = {}, torch.randint(SMALL.vocab_size, (1, SEQ), generator=torch.Generator().manual_seed(0))
     for count in EXPERT_COUNTS:
         config = replace(SMALL, moe=replace(SMALL.moe, num_experts=count))

@@ -63,7 +63,7 @@ receipts.flops()
 # | Claim | What is true |
 # |---|---|
 # | "A mixture of experts is cheaper." | Its *FLOPs per token* are. All experts have to be held in memory, and at large batches all are read. |
-# | "8 experts of 7B are 56B." | 46.7B: attention and embeddings exist once ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088)). A token meets 12.9B. |
+# | "8 experts of 7B are 56B." | 46.7B: attention and embeddings exist once ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088)). A token activates 12.9B. |
 # | "Every decode step reads all the weights." | It reads those experts that a token of the batch chose: with 8 of 256 less than half of them up to 21 tokens, nearly all from 128 (slider below). |
 # | "One all-to-all per layer." | Two forward, to the experts and back, and two backward. |
 # | "4D parallelism multiplies GPUs: dp · tp · pp · ep." | Expert groups are usually cut out of the data-parallel ranks: dp 64 with ep 8 is 64 GPUs. |
@@ -440,7 +440,7 @@ receipts.neighbours()
 #
 # ## Experts beside a dense model
 #
-# Equal active FLOPs: an MLP of 96 columns, or 8 experts of 48 of which a token meets 2. Same data, same steps, 80 of
+# Equal active FLOPs: an MLP of 96 columns, or 8 experts of 48 of which a token activates 2. Same data, same steps, 80 of
 # them. Seconds are the CPU time of one thread, which others on the machine change least.
 
 # %%
@@ -495,7 +495,7 @@ receipts.few_tokens()
 #
 # ## Design questions
 #
-# **A. Serve DeepSeek-V3 (671B, of which a token meets 37B: 58 expert layers, 256 experts and 1 shared, top 8, hidden
+# **A. Serve DeepSeek-V3 (671B, of which a token activates 37B: 58 expert layers, 256 experts and 1 shared, top 8, hidden
 # 7,168, fp8) on H100s of 80 GB in nodes of 8: 3.35 TB/s of memory, 450 GB/s inside a node, 50 GB/s across. 128
 # sequences decode on each GPU, attention is data-parallel. Which ep? What moves per token?**
 

@@ -131,8 +131,8 @@ def _judge_start(a: Tensor, name: str) -> None:
     is_even = a.numel() < 60 or abs(float(a.detach().mean())) < 0.35 * bound
     if largest > bound * 1.0001 or mean < bound / 4 or len(a.unique()) < a.numel() / 2 or not is_even:
         raise CheckFailed(
-            f"{name}: |A| is {mean:.3g} in the mean and at most {largest:.3g}; uniform within 1 / √in = {bound:.3g} it "
-            f"is {bound / 2:.3g} in the mean, and as often below 0 as above"
+            f"{name}: |A| is {mean:.3g} on average and at most {largest:.3g}; uniform within 1 / √in = {bound:.3g} it "
+            f"is {bound / 2:.3g} on average, and as often below 0 as above"
         )
 
 

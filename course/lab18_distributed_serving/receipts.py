@@ -190,7 +190,7 @@ def where_the_split_loses() -> Table:
         gaps = [f"{plan.gap * 1e3:.0f} ms" if plan else "—" for plan in (apart, together)]
         lines.append((f"{prompt:,} tokens", *rates, *gaps))
     columns = ("prompt", "apart: requests/s", "together", "apart: longest gap", "together")
-    return table("Llama 3 70B on 16 H100, answers of 250; TTFT 1 s, TPOT 40 ms in the mean; formula", columns, lines)
+    return table("Llama 3 70B on 16 H100, answers of 250; TTFT 1 s, TPOT 40 ms on average; formula", columns, lines)
 
 
 # Break it.

@@ -169,7 +169,7 @@ class TokenBucket:
 TokenBucket = check("bucket-per-tenant", TokenBucket)
 
 # %% [markdown]
-# The number that `take` returns belongs into the `Retry-After` header of the 429. A bucket bounds what one tenant
+# The number that `take` returns belongs in the `Retry-After` header of the 429. A bucket bounds what one tenant
 # sends; it does not bound what all of them send. For that a queue needs an end. With q places, a request that takes the
 # last of them waits about $q / \mu$ on average, and up to twice that at p99 when services are as uneven as here. The
 # others hear *no* at once (lab 21): with $K = q + 1$ inside, a share $(1-\rho)\,\rho^K / (1-\rho^{K+1})$ of them.

@@ -67,7 +67,7 @@ def attach(
 
 def adaptable(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that can have an adapter, by name: the linear ones of the blocks, without routed experts, of which a
-    token meets a few only."""
+    token activates a few only."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
     return {name: layer for name, layer in found.items() if name.startswith("blocks.") and ".experts." not in name}
 
@@ -80,7 +80,7 @@ def chosen_layers(
     for pattern in targets if is_whole else ():
         if not any(matches(pattern, name) for name in names):
             ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            about_experts = "; routed experts have none: their weights are one tensor, of which a token meets a part"
+            about_experts = "; routed experts have none: their weights are one tensor, and a token activates a part"
             more = about_experts if has_experts else ""
             raise ValueError(f"target {pattern!r} matches no layer: there are {ends} in each block, and all{more}.")
     return [name for name in names if any(matches(pattern, name) for pattern in targets)]

@@ -1,7 +1,7 @@
 """What a transformer of a given shape weighs, computes and caches: closed forms, equal to a counted run.
 
     parameters   attention  L·(2·H·d + 2·H_kv·d)·h     mlp  L·3·h·f     embedding, head  V·h each (one if tied)
-                 a mixture of experts in place of an mlp    h·E + 3·h·f_e·(E + shared), of which a token meets
+                 a mixture of experts in place of an mlp    h·E + 3·h·f_e·(E + shared), of which a token activates
                  h·E + 3·h·f_e·(k + shared): the active ones
     FLOPs        2 per matmul parameter and token forward, 4 backward; attention scores apart, they grow with context
     KV cache     2·L·H_kv·d·b bytes per token

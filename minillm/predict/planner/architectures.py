@@ -1,7 +1,7 @@
 """Models as a planner sees them: parameters and FLOPs per layer, dense or with experts, ordinary or latent attention.
 
     dense layer    attention 2·h·(q + kv) [+ latent projections]   MLP 3·h·f gated (SwiGLU), 2·h·f plain (GeLU)
-    expert layer   router h·E, E experts of 3·h·f_e, shared experts of the same size; a token meets top_k + shared
+    expert layer   router h·E, E experts of 3·h·f_e, shared experts of the same size; a token activates top_k + shared
     FLOPs          6 per active matmul parameter and token in training, and 12·q per key a query meets
 
 h hidden size, q = heads · head_dim, kv = 2 · kv heads · head_dim, f intermediate size, E experts. Biases and norms are
@@ -86,7 +86,7 @@ class Architecture:
 
     @property
     def active_expert_parameters(self) -> int:
-        """Parameters of the routed experts that one token meets in one layer."""
+        """Parameters of the routed experts that one token activates in one layer."""
         return self.top_k * self._mlp(self.expert_intermediate)
 
     @property
@@ -113,7 +113,7 @@ class Architecture:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token meets. As usual, the embedding's look-up table counts."""
+        """Parameters that one token activates. As usual, the embedding's look-up table counts."""
         return self.dense_parameters + self.expert_layers * self.active_expert_parameters
 
     @property

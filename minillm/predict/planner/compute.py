@@ -9,7 +9,7 @@
     two norms           4·h                          divided by tp under sequence parallelism, like the next line
     two residual sums   6·h, and 1·h for dropout     bias, dropout and sum in one kernel
     rotary embedding    2·(q + kv)                   divided by tp, like the next lines
-    activation          3·f gated, 2·f plain         experts: as many f as a token meets, and 6·k·h for their order
+    activation          3·f gated, 2·f plain         experts: as many f as a token activates, and 6·k·h for their order
 
 Backward moves twice as much. Code that runs norms, rotary embedding and activation operator by operator, some of it in
 32 bits, moves `UNFUSED` times as much (counted for a Llama layer: 60·h + 16·q + 10·f + 12·h bytes instead of 20·h +

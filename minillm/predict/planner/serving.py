@@ -118,7 +118,7 @@ class Replica:
         return ServingPlan(self.tp, self.pp, replicas, self.weights, cache, running, ttft, tpot, speed, wire)
 
     def tpot(self, sequences: int) -> float:
-        """Seconds between two tokens of a sequence in the mean. While it writes its `output` tokens, every other
+        """Seconds between two tokens of a sequence on average. While it writes its `output` tokens, every other
         running sequence ends once and a new prompt takes its place: pp · sequences of them, 1 / pp on each stage."""
         return self.step(sequences) * self.pp + sequences * self.time_to_first() / self.output
 
@@ -185,5 +185,5 @@ class Replica:
         return self.between.message(tokens * self.model.hidden_size * ELEMENT)
 
     def _tokens(self) -> float:
-        """Tokens that a running sequence has cached in the mean."""
+        """Tokens that a running sequence has cached on average."""
         return self.prompt + self.output / 2

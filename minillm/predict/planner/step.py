@@ -168,7 +168,7 @@ def _experts(model: Architecture, layout: Layout, cluster: Cluster, tokens: int)
     way = expert_path(cluster, layout)
     nodes = layout.ep // way.in_node
     row = tokens / layout.tp * model.hidden_size * ELEMENT * EXPERT_LOAD
-    visited = nodes * (1 - (1 - 1 / nodes) ** model.top_k)  # of the nodes, in the mean
+    visited = nodes * (1 - (1 - 1 / nodes) ** model.top_k)  # of the nodes, on average
     across = row * visited * (nodes - 1) / nodes / (cluster.network * cluster.link_efficiency) if nodes > 1 else 0.0
     inside = row * model.top_k * (way.in_node - 1) / way.in_node / (cluster.device.link * cluster.link_efficiency)
     return 4 * (max(across, inside) + way.latency)
