@@ -118,10 +118,8 @@ class CpuBackend:
         """Messages that are part of the operation if it is running, else all of it."""
         if operation.depth:
             tag = 1 + zlib.crc32(operation.text, operation.sequence) % TAGS
-            if self.sockets and sends and recvs:
-                work = self.sockets.exchange(sends, recvs, tag)
-            else:
-                work = Transfer(self.group, sends, recvs, tag)
+            both_ways = self.sockets and sends and recvs
+            work = self.sockets.exchange(sends, recvs, tag) if both_ways else Transfer(self.group, sends, recvs, tag)
             return work if async_op else work.wait()
         if eager and self.eager_sockets:
             messages = self.eager_sockets.exchange(sends, recvs, tag=0)
@@ -176,7 +174,5 @@ def _deliver(operation: Operation, messages: Exchange | Transfer) -> None:
         messages.wait()
 
 
-def _reduce_scatter(
-    x: torch.Tensor, group: Communicator, part: Shape, op: str, out: torch.Tensor | None
-) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, group: Communicator, part: Shape, op: str, out: torch.Tensor | None) -> Any:
     return ring_reduce_scatter.__wrapped__(x, group, op, out).view(part)
