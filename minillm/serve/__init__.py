@@ -29,8 +29,9 @@ Beside the path: `requests/output.py` (what a user gets of a request), `checks.p
 `run/decode_graphs.py` (steps of single tokens as CUDA graphs), `run/async_scheduling.py` (the next step is prepared
 while the device computes), `run/optimise.py` (fewer kernels), `run/build.py`, `run/memory.py` and `run/warm_up.py`
 (how many blocks fit, what is compiled beforehand), `run/adapters.py` (a request's own adapter, of many beside one
-model), `requests/prompts.py` (a prompt's tokens), `run/table_rows.py` (which row of the block tables a sequence has),
-`run/penalties.py` and `sample/seen.py` (which tokens a penalty is for), `load.py` (a folder as an engine),
+model), `requests/prompts.py` (a prompt's tokens), `requests/recovery.py` (after a step that was interrupted),
+`run/table_rows.py` (which row of the block tables a sequence has), `run/penalties.py` and `sample/seen.py` (which
+tokens a penalty is for), `load.py` (a folder as an engine),
 `async_engine.py` (`async for` over answers), `speculate/` (draft tokens), `ranks/` (one engine over several ranks; with
 stages `run/pipelined.py` has a step in each of them).
 `minillm/bench/load.py` sends the same requests through any engine.

@@ -29,7 +29,7 @@ from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.prompts import adapter_of_each, pairs
 from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.async_scheduling import AsyncScheduling
-from minillm.serve.run.build import build_pool, build_runner, build_scheduler, build_speculation, prepare_model
+from minillm.serve.run.build import build_pool, build_runner, build_speculation, prepare_model
 from minillm.serve.run.core import EngineCore
 from minillm.serve.run.memory import gpu_limits
 from minillm.serve.run.pipelined import Pipelined
@@ -109,7 +109,8 @@ class LLM:
         options |= {"kv_format": kv_format, "drafts": 0 if proposer is None else k, "adapters": self.adapters}
         options |= {"windows_apart": windows_apart and prefill is None}
         self.pool = build_pool(model, self.backend, block_size, num_blocks, num_host_blocks, **options)
-        self.scheduler = build_scheduler(scheduler, self.pool, scheduling, self.adapters)
+        fits = {} if self.adapters is None else {"adapters_fit": self.adapters.has_room}
+        self.scheduler = scheduler(self.pool, **scheduling, **fits)
         options = {"graphs": graphs, "warm_up": warm_up, "adapters": self.adapters}
         self.runner = build_runner(model, self.scheduler, self.backend, kv_format, **options)
         self.cache = self.runner.cache

@@ -27,9 +27,9 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
         "schedule/actions schedule/orders schedule/messages stages runtime",
         955,
     ),
-    "context parallelism": ("parallel/context_parallel", "order ring exchange variants", 550),
+    "context parallelism": ("parallel/context_parallel", "order ring exchange variants", 540),
     "expert parallelism": ("parallel/expert_parallel", "split dispatch exchange nodes", 370),
-    "a layout of several axes": ("train/strategies", "../parallel_config groups single_device hybrid", 860),
+    "a layout of several axes": ("train/strategies", "../parallel_config groups single_device hybrid", 855),
     "the state of a layout": ("parallel/sharding", "placement gather state full_state", 650),
     "saving a run": ("train/checkpoint", "../../parallel/sharding/state shares writer manifest", 800),
     "restoring a run": ("train/checkpoint", "../../parallel/sharding/state manifest shares reader", 800),
@@ -37,13 +37,13 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
         "serve",
         "engine requests/params requests/request requests/table schedule/sequence schedule/scheduler schedule/blocks "
         "schedule/held run/core run/step run/step_inputs run/model_runner sample/next_tokens sample/reference",
-        2140,
+        2080,
     ),
     "an engine over ranks": ("serve/ranks", "engine message runner part", 515),
     "an engine over stages": ("serve/ranks", "stage stage_runner reply ../run/pipelined", 360),
     "keys handed over": ("serve/transfer", "decode receive prefill send layout", 961),
     "a rank's part of a folder": ("parallel/tensor_parallel", "plan load quantized", 425),
-    "prefix cache": ("serve", "schedule/blocks schedule/sequence", 365),
+    "prefix cache": ("serve", "schedule/blocks schedule/sequence", 350),
     "quantized weights": ("quantize", "formats linear kernels in_place", 745),
     "rounding with calibration": ("quantize", "calibrate rescale gptq in_place", 460),
     "quantized folders": ("quantize", "folder words hub", 365),
@@ -69,4 +69,4 @@ def test_a_mechanism_is_read_in_one_sitting(mechanism):
 
 def test_no_file_is_long():
     lines = {str(path.relative_to(HERE)): len(path.read_text().splitlines()) for path in HERE.rglob("*.py")}
-    assert {path: count for path, count in lines.items() if count > 330} == {}
+    assert {path: count for path, count in lines.items() if count > 320} == {}

@@ -76,13 +76,6 @@ def build_pool(
     return BlockPool(total, block_size, windowed=windowed, **of_both)
 
 
-def build_scheduler(
-    scheduler: type[Scheduler], pool: BlockPool, options: dict[str, object], adapters: "AdapterStore | None"
-) -> Scheduler:
-    """options: as of `LLM`."""
-    return scheduler(pool, **options, **({} if adapters is None else {"adapters_fit": adapters.has_room}))
-
-
 def build_speculation(
     proposer: "Proposer | None", k: "int | str | AdaptiveK", config: ModelConfig
 ) -> "Speculation | None":
