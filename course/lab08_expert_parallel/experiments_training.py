@@ -65,7 +65,7 @@ def text() -> Tensor:
         found += document.text.encode()
         if len(found) >= needed:
             break
-    return torch.frombuffer(bytearray(found[:needed]), dtype=torch.uint8).long().view(-1, SEQ + 1)
+    return torch.tensor(list(found[:needed])).view(-1, SEQ + 1)  # on the default device, as the model
 
 
 def train(config: ModelConfig, steps: int = STEPS) -> Training:

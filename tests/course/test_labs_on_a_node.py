@@ -1,7 +1,8 @@
 """Labs on the pretended node of tests/engine/node, which shows eight GPUs to a machine that has none.
 
-What a lab hands to `launch`, in the claims that the tour runs and in the cells of its solution, runs there with NCCL's
-rules, whatever device it asks for; what it makes without `device=` is on its GPU, as after `torch.set_default_device`.
+What a lab hands to `launch`, in the claims that the tour runs and in the cells of its solution, by themselves or in a
+function of its experiments, runs there with NCCL's rules, whatever device it asks for; what it makes without `device=`
+is on its GPU, as after `torch.set_default_device`.
 And claims hold beside GPUs that they do not use, as on a node whose owner runs `minillm tour`.
 
 On a real node rank programs of labs stay on the CPU: the scripts in labs/torchrun/ ask for GPUs, and
@@ -36,7 +37,6 @@ SHORT = {
     "03": ("rows", "cell of shards_and_batch", "cell of experiments_breaks.as_they_become_ready"),
     "04": ("reduction", "prefetch"),
     "05": ("step", "cell of links.pairs"),
-    "06": ("held",),
     "07": ("traffic", "offsets"),
     "08": ("traffic",),
     "09": ("torch_mesh", "bug_hunt"),
@@ -44,8 +44,7 @@ SHORT = {
     "11": ("dealt", "two_jobs", "torch_sampler", "cell of experiments.dealt", "cell of experiments.torch_loader"),
     "17": ("reduced_twice", "cell of rank_programs.train_twice"),
     "18": ("hidden",),
-    "22": ("factor_under_adam",),
-    "23": ("elastic_rebalances", "optimizer_states_stay", "shards_of_different_models"),
+    "23": ("shards_are_reduced", "optimizer_states_stay", "barrier_moves_weights"),
 }
 ON_RANKS = ("00", "01", "03", "04", "05", "06", "07", "08", "09", "10", "11", "17", "18", "22", "23")
 COMPILED = "25"  # its claims compile for a GPU that they see, and the node has no driver

@@ -101,7 +101,8 @@ class Handle(dist.Work):
     def __init__(self, work: NodeWork, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.work = work
-        self.inputs, self.outputs = ([x.detach() for x in each] for each in (inputs, outputs))
+        with streams.NODE.aside():  # no kernel touches the result here, which would have to be there
+            self.inputs, self.outputs = ([x.detach() for x in each] for each in (inputs, outputs))
 
     def wait(self, timeout: timedelta = nccl_like.TIMEOUT) -> bool:
         """The current stream waits; the host goes on."""

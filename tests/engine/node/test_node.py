@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.engine.node.counting import Counting, Watch
 from tests.engine.node.node import Node, pretend_node
@@ -78,6 +79,19 @@ def test_a_device_behind_its_host_catches_up_in_the_end(node: Node) -> None:
     event.record()
     answers = [event.query() for _ in range(node.lag + 1)]
     assert not any(answers[:-1]) and answers[-1]
+
+
+def test_a_collective_is_carried_out_when_its_result_is_touched(node: Node) -> None:
+    """Until then the host goes on, and another rank may take its time."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
+    try:
+        x = torch.ones(2, device="cuda")
+        handle = dist.all_reduce(x, async_op=True)
+        handle.wait()
+        assert not handle.work._is_filled
+        assert (x + 1).tolist() == [2, 2] and handle.work._is_filled
+    finally:
+        dist.destroy_process_group()
 
 
 # What a program does wrong, and what is said of it. x: four ones on cuda:0; side: a stream.

@@ -68,8 +68,9 @@ LAYOUTS = [
     ParallelConfig(dp=2, zero=2),
     ParallelConfig(dp=2, zero=3),
     ParallelConfig(tp=2, sequence=True),
+    ParallelConfig(cp=2),
     ParallelConfig(pp=2, accumulate=2),
-]  # without cp, which takes Triton's kernels in float32
+]
 
 
 # The loss, and the times of the ledger, once the step is done.
@@ -112,8 +113,6 @@ def test_trainers_learn_on_a_node_as_on_the_cpu() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_torchrun_script(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "06_" in script.stem and 'device="cpu"' not in script.read_text():
-        pytest.skip("built before its stages, which send first, stayed on the CPU")
     monkeypatch.setattr(sys, "argv", [str(script)])
     with all_launches_on_a_node(force=False), pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
