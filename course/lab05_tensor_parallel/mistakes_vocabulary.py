@@ -147,7 +147,7 @@ mistake(
     "in-float32",
     {
         "logits = logits - highest[:, None]": "logits = (logits - highest[:, None]).float()",
-        "- target": "- target.double()",
+        "total.log() - target": "(total.log() - target).to(highest.dtype)",
     },
     expect="of token 0 is wrong: it is right to float32's digits only",
 )
