@@ -11,6 +11,8 @@ reduces everything and throws most of it away, has right values, and fails.
 
 import random
 from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch import Tensor
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, row
 from course.shared import sharding
+from course.shared.diagnose import expect, expect_list
 from course.shared.sharding import RankRecord, Sizes, Steps
 from course.shared.trials import run
 from minillm.predict import comms
@@ -76,11 +79,10 @@ def _judge_partition(learner: Callable, case: Sizes) -> None:
     line = f"{total} elements {sizes} on {n} ranks"
     length, held = -(-total // n), []
     for rank in range(n):
-        try:
-            found, slices = learner(sizes, n, rank)
-        except (TypeError, ValueError) as error:
-            raise CheckFailed(f"the exercise asks for (length, slices): {error}") from error
-        if odd := [piece for piece in slices if not isinstance(piece, slice) or piece.step not in (None, 1)]:
+        found, slices = expect_list(learner(sizes, n, rank), "a pair, (length, slices)", count=2)
+        expect(isinstance(found, Integral), found, "the length of a shard, a whole number, in first place")
+        slices = expect_list(slices, "a list of slices in second place")
+        if odd := [piece for piece in slices if not _is_of_neighbours(piece)]:
             raise CheckFailed(
                 f"{line}: {odd[0]!r} is no slice of neighbours; give slice(first, end), slice(0, 0) for nothing"
             )
@@ -121,6 +123,11 @@ def _judge_partition(learner: Callable, case: Sizes) -> None:
         wanted = list(range(rank * length, min((rank + 1) * length, total)))
         if mine != wanted:
             raise CheckFailed(f"{line}: rank {rank} holds {_span(mine)} of the line, but its piece is {_span(wanted)}")
+
+
+def _is_of_neighbours(piece: Any) -> bool:
+    bounds = (piece.start or 0, piece.stop or 0, piece.step or 1) if isinstance(piece, slice) else ()
+    return bool(bounds) and all(isinstance(bound, Integral) for bound in bounds) and bounds[2] == 1
 
 
 def _span(elements: Sequence[int]) -> str:

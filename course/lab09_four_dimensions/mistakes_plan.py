@@ -118,6 +118,9 @@ mistake("plan-for-64", "half of the GPUs", expect="GPUs of 64")(
 mistake("plan-for-64", "another batch", expect="sequences of 512")(
     lambda: Layout(dp=32, zero=3, cp=2, microbatches=1, recompute="full")
 )
+mistake("plan-for-64", "a microbatch and a half", expect="micro_batch 1.6 of a layout must be a whole number")(
+    lambda: Layout(dp=2, tp=8, pp=4, chunks=20, micro_batch=1.6, microbatches=160)
+)
 alternative("plan-for-64", "two axes")(lambda: Layout(tp=8, pp=8, chunks=10, microbatches=512))
 alternative("plan-for-64", "two replicas, norms computed again")(
     lambda: Layout(dp=2, zero=1, tp=8, pp=4, chunks=20, microbatches=256, recompute="light")

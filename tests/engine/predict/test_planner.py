@@ -108,6 +108,14 @@ def test_order_decides_which_axis_crosses():
     assert step(model, inner, machine, 8192).tp < step(model, outer, machine, 8192).tp / 5
 
 
+@pytest.mark.parametrize(
+    ("axis", "said"), [({"tp": 2.0}, "tp 2.0 .* a whole number"), ({"zero": 4}, "zero 4 .* a stage from 0 to 3")]
+)
+def test_a_layout_is_made_of_whole_numbers(axis, said):
+    with pytest.raises(ValueError, match=said):
+        Layout(**axis)
+
+
 @given(st.permutations(AXES), *(st.sampled_from([1, 2, 4]) for _ in range(4)))
 def test_groups_of_the_mesh_tile_the_ranks(order, tp, cp, dp, pp):
     layout = Layout(dp=dp, tp=tp, cp=cp, pp=pp, order=tuple(order))
