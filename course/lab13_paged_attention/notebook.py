@@ -487,6 +487,14 @@ receipts.traces_of_bugs(findings, diagnosis)
 #   199](https://github.com/GeeeekExplorer/nano-vllm/pull/199)): nothing is left to compute, the query has length 0,
 #   and there are no logits to sample from. Others crash; this one schedules the sequence forever.
 #
+# Two more, staged. *New weights under a warm cache* (a training step, a new release): tokens are the same, so old keys are
+# served. Empty the cache, or put the version into the salt. *Two threads in one pool*: both read a count before either
+# writes, and a holder is lost. minillm's engine takes one lock around all that schedules.
+
+# %%
+receipts.stale_and_raced()
+
+# %% [markdown]
 # ## Where it loses
 #
 # A large block wastes more and shares less, since only *full* blocks of a prefix are found. A small block means more
