@@ -214,7 +214,7 @@ def distributed_checkpoint(found: dict[str, Any] | None = None) -> Iterator[Row]
     told = complaint or ("the same numbers" if same else "other numbers, no complaint")
     yield row("loaded after a bit was flipped", "other numbers, no complaint", told)
     yield row("without .metadata: refused", True, bool(found["torn"][1]))
-    yield row("    files", None, ", ".join(found["files"]))
+    yield row("files", None, ", ".join(found["files"]))
 
 
 @titled("torchrun --max-restarts 1", open_rows=1)
