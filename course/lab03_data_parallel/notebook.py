@@ -38,7 +38,7 @@ from minillm.comm import launch
 # %% [markdown]
 # ## Why it works
 #
-# The loss of a batch is a mean over its samples, so its gradient is a mean, too. Split the batch into equal shards: the
+# The loss of a batch is a mean over its samples, so its gradient is a mean, too. Split the batch into equal shards (10 samples on 5 ranks: 2 each): the
 # mean over the shards' gradients *is* the batch's gradient. Four ranks, four samples each, one linear layer:
 
 

@@ -589,7 +589,8 @@ receipts.transformers_pages()
 #
 # Under tensor parallelism every rank holds `kv_heads / t` heads of *every* block, so block tables are equal on all ranks
 # and one scheduler decides for all; under pipeline parallelism a rank holds its layers of every block. A prefix cache is
-# per replica (lab 19). The same engine on a GPU:
+# per replica (lab 19). Where every layer has a *sliding window*, blocks behind it are given back, so a sequence holds no more
+# than its window, however long it gets. The same engine on a GPU:
 #
 # ```bash
 # python -m minillm generate "def main" --device cuda
