@@ -483,7 +483,14 @@ receipts.counted_by_torch(matmul_cost)
 # ```
 #
 # The last command is the same on both of two nodes, and HOST is one of them. With a GPU per rank the messages go
-# over NCCL, and the receipt is the same. The script is solved in `solutions/torchrun/00_start_here.py`.
+# over NCCL, and the receipt is the same. The script is solved in `solutions/torchrun/00_start_here.py`. What a rank knows:
+#
+# | | set by torchrun | by `launch` |
+# |---|---|---|
+# | its number among all ranks, and how many there are | `RANK`, `WORLD_SIZE` | `group.rank`, `group.world_size` |
+# | its number in its node, which is the GPU that it takes | `LOCAL_RANK` | the same as its rank: there is one node |
+# | where they meet: a *store* over TCP, in which ranks leave their addresses before they can talk | `MASTER_ADDR`, `MASTER_PORT` | a port of this machine |
+# | what carries tensors (*backend*) | NCCL on GPUs, else gloo | the same, by `launch(device=)` |
 #
 # ## 11 · Common claims
 #
@@ -493,6 +500,7 @@ receipts.counted_by_torch(matmul_cost)
 # | "InfiniBand is 400 GB/s" | Ports are sold in *bits*: NDR is 400 Gb/s, which is 50 GB/s. The factor of 8 is the most common mistake in sizing networks. |
 # | "An H100 does 1,979 TFLOP/s in bf16" | With 2:4 sparsity, which dense models do not have. Dense is half of it, 989 TFLOP/s ([the same data sheet](https://www.nvidia.com/en-us/data-center/h100/)). |
 # | "Communication grows linearly with the number of GPUs" | The bytes per rank of a ring all-reduce approach 2P and stay there; the latency term, 2(N−1)·α, is what grows ([Patarasuk and Yuan, 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)). |
+# | "A GPU at half of its peak waits for memory" | Or for other ranks, an empty pipeline, launches of small kernels, data: split the step before you say which (labs 02 and 22). Libraries do not use asymptotically faster products either. |
 # | "10 % of peak means bad code" | Compare with the roof at the work's intensity, not with the peak ([Williams, Waterman and Patterson, 2009](https://doi.org/10.1145/1498765.1498785)). |
 
 # %% [markdown]

@@ -543,7 +543,8 @@ receipts.interview_numbers()
 # **2. 70B parameters, bf16 gradients, 64 GPUs, 400 Gb/s each: how long is the all-reduce?**
 # <details><summary>Answer</summary>
 #
-# 140 GB · 2 · 63/64 = 275.6 GB sent per rank; at 50 GB/s 5.5 s. Then doubt the question: pure data parallelism cannot
+# 140 GB · 2 · 63/64 = 275.6 GB sent per rank; at 50 GB/s 5.5 s: beside 10 s of compute, and not hidden, 35 % of the step.
+# Then doubt the question: pure data parallelism cannot
 # hold 70B on one GPU. Split 16 ways by tensor and pipeline parallelism, 4 replicas remain: each rank reduces 8.75 GB
 # over 4 ranks, 0.26 s, and most of that hides behind the backward pass.
 # </details>

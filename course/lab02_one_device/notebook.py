@@ -539,7 +539,7 @@ receipts.interview()
 # **1. Does a 7B model train on one 80 GB GPU with Adam?**
 # <details><summary>Answer</summary>
 #
-# No: 16 bytes per parameter are 112 GB before the first activation. LoRA, an 8-bit optimizer, offload, or ZeRO over
+# No: 16 bytes per parameter, 8 times what serving in 16 bits takes, are 112 GB before the first activation. LoRA, an 8-bit optimizer, offload, or ZeRO over
 # several GPUs; not "mixed precision", which is 16 bytes as well.
 #
 # *Follow-up: which part is largest?* The optimizer: 8 of 16 in float32, 12 of 16 in mixed precision. So ZeRO-1, which

@@ -38,7 +38,7 @@ from minillm.comm import launch
 # %% [markdown]
 # ## Why it works
 #
-# The loss of a batch is a mean over its samples, so its gradient is a mean, too. Split the batch into equal shards: the
+# The loss of a batch is a mean over its samples, so its gradient is a mean, too. Split the batch into equal shards (10 samples on 5 ranks: 2 each): the
 # mean over the shards' gradients *is* the batch's gradient. Four ranks, four samples each, one linear layer:
 
 
@@ -332,9 +332,9 @@ receipts.same_as_one_process(ranks)
 receipts.batch_and_rate()
 
 # %% [markdown]
-# With the learning rate unchanged, an eighth of the steps learns less. Scale it with the batch, and let it rise over the
-# first steps ([Goyal et al. 2017](https://arxiv.org/abs/1706.02677); with Adam by the root). Beyond a *critical batch* no
-# rate makes up for missing steps ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162)).
+# With the learning rate unchanged, an eighth of the steps learns less. Scaled with the batch it catches up; larger models
+# need the warm-up, too ([Goyal et al. 2017](https://arxiv.org/abs/1706.02677)). Beyond a *critical batch* no rate makes up
+# for missing steps ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162)).
 #
 # ## Measure: time
 #

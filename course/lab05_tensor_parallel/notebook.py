@@ -45,7 +45,15 @@ from minillm.comm import launch
 #
 # Alone, each is expensive: after a column layer the ranks would gather $Y$, after a row layer they all-reduce it, which
 # sends twice as much as a gather. In a *pair* the column layer leaves its output cut exactly as the row layer after it
-# wants its input, and nothing is gathered in between.
+# wants its input, and nothing is gathered in between. Both cuts of a 4 x 4 product on two ranks, without ranks:
+
+# %%
+x, W = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.arange(16.0).view(4, 4)
+columns = [x @ part for part in W.chunk(2, dim=1)]
+rows = [mine @ part for mine, part in zip(x.chunk(2), W.chunk(2, dim=0), strict=True)]
+print(f"whole    {(x @ W).tolist()}")
+print(f"columns  {columns[0].tolist()} beside {columns[1].tolist()}")
+print(f"rows     {rows[0].tolist()} + {rows[1].tolist()}")
 
 # %%
 show(figures.who_holds_what)

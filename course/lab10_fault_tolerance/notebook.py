@@ -366,6 +366,15 @@ steps = experiments.slow_rank()
 receipts.slow(steps, slow_ranks(steps))
 
 # %% [markdown]
+# And steps that are late now and then? Of 100 steps, every tenth saves, and one waits for a slow read:
+
+# %%
+receipts.late_steps()
+
+# %% [markdown]
+# The median says what is usual, p99 what one step in a hundred costs. A late step's cause is the part that exceeds its *own*
+# median most.
+#
 # ## Measure: what a save costs
 #
 # A trainer under ZeRO 3 on 2 ranks saves in the foreground, then in the background. Each rank writes what it alone holds.
@@ -481,6 +490,14 @@ receipts.corruption()
 # A wrong *gradient* passes this test: the all-reduce hands it to all replicas alike. So does a weight that only one rank
 # holds, as under ZeRO 3. What such errors do to a training run: [Ma et al. 2025](https://arxiv.org/abs/2502.12340).
 #
+# A loss that is no number, or far above the recent ones, can be refused before its update: the run goes back to its last
+# snapshot, and on past the batches since (`--spike-nats`). Here the weights of the last norm become NaN, and later a thousand
+# times too large:
+
+# %%
+receipts.rollback()
+
+# %% [markdown]
 # ## Where it loses
 #
 # Saves on an *emulated* disk that takes 80 ms for a file, while a step takes 20 ms:

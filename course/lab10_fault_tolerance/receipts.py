@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from course.kit.receipts import Row, formula, row, titled
-from course.lab10_fault_tolerance import experiments, experiments_breaks, experiments_production
+from course.lab10_fault_tolerance import experiments, experiments_breaks, experiments_production, experiments_steps
 from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, ElasticRun
 from course.shared.table import Table, seconds, table
 from minillm.predict import faults
 from minillm.predict.faults import CheckpointCost
+from minillm.serve.requests.summary import percentiles
 
 HOUR, YEAR = 3600.0, 365 * 86400.0
 STORAGE, COPY, LINK = 100e9, 20e9, 5e9  # bytes/s: all storage, one GPU to its host, one GPU's network
@@ -109,6 +110,31 @@ def slow(
     yield row("    seconds of own work", None, tuple(own), "s", noisy=True)
 
 
+def late_steps() -> Table:
+    """Spread of step times, and which part made the late ones late."""
+    steps = experiments_steps.late_steps()
+    totals = [sum(step.values()) for step in steps]
+    without = [sum(step.values()) - step["save"] for step in steps]
+    lines = [
+        (name, *map(seconds, (sum(each) / len(each), *percentiles(each, (0.5, 0.99)), max(each))))
+        for name, each in (("all of a step", totals), ("without saves", without))
+    ]
+    late = ", ".join(f"{part} {count}" for part, count in experiments_steps.causes(steps).items() if count)
+    columns = ("", "mean", "median", "p99", "longest")
+    return table(f"{len(steps)} steps, measured; over twice the median by cause: {late}", columns, lines)
+
+
+def rollback() -> Table:
+    """The steps around each that was spoiled."""
+    steps = experiments_steps.spoiled()
+    near = {place + shift for place in experiments_steps.SPOILED for shift in (0, 1, 2)}
+    lines = [
+        (f"{steps[place].step}", f"{steps[place].position}", f"{steps[place].loss:.2f}", steps[place].rollback or "")
+        for place in sorted(near)
+    ]
+    return table("weights spoiled twice", ("step", "windows before it", "loss", "rolled back"), lines)
+
+
 @titled("a checkpoint of 2 ranks", open_rows=2)
 def saves(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = found or experiments.saves()
@@ -188,7 +214,7 @@ def distributed_checkpoint(found: dict[str, Any] | None = None) -> Iterator[Row]
     told = complaint or ("the same numbers" if same else "other numbers, no complaint")
     yield row("loaded after a bit was flipped", "other numbers, no complaint", told)
     yield row("without .metadata: refused", True, bool(found["torn"][1]))
-    yield row("    files", None, ", ".join(found["files"]))
+    yield row("files", None, ", ".join(found["files"]))
 
 
 @titled("torchrun --max-restarts 1", open_rows=1)

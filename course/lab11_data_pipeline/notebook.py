@@ -47,6 +47,7 @@ from itertools import pairwise
 
 from course.kit import check, finish, hint, show, sliders
 from course.lab11_data_pipeline import bpe, experiments, figures, receipts
+from course.lab11_data_pipeline import receipts_text as text_tables
 from minillm import data
 from minillm.comm import launch
 from minillm.data.sampler import permutation
@@ -180,6 +181,13 @@ receipts.lossless()
 # Characters lose nothing, unless one never occurred in training; what they cost is length. *Words* do lose information:
 # a name that is not in the vocabulary is gone.
 #
+# Two rivals of BPE are in wide use: *WordPiece* (BERT) merges the pair that is most frequent *beside its parts* and encodes
+# the longest token first; *Unigram* (T5, in SentencePiece) gives pieces probabilities and takes the likeliest split.
+
+# %%
+text_tables.three_methods(sample)
+
+# %% [markdown]
 # How many merges should it be? They are learnt one after the other, so a smaller vocabulary is the beginning of a larger
 # one, and a single training gives the whole curve.
 
@@ -197,6 +205,16 @@ show(tokens_by_vocabulary)
 receipts.more_merges(guess_tokens)
 
 # %% [markdown]
+# Before any of this, copies are dropped, and sources are mixed by weight: a source of n tokens with share w of a run of T is
+# read wT/n times, and beyond about four reads its tokens teach little
+# ([Muennighoff et al. 2023](https://arxiv.org/abs/2305.16264)). Hashes of rows of words find copies that equality misses:
+
+# %%
+text_tables.copies()
+
+# %% [markdown]
+# What else happens before and after pretraining, and which tokens count there: the table of stages in lab 17.
+#
 # ## 2 · Which unit?
 #
 # Cross-entropy is measured in nats per token, and another tokenizer makes other tokens. A loss of 2 with one tokenizer

@@ -487,6 +487,14 @@ receipts.traces_of_bugs(findings, diagnosis)
 #   199](https://github.com/GeeeekExplorer/nano-vllm/pull/199)): nothing is left to compute, the query has length 0,
 #   and there are no logits to sample from. Others crash; this one schedules the sequence forever.
 #
+# Two more, staged. *New weights under a warm cache* (a training step, a new release): tokens are the same, so old keys are
+# served. Empty the cache, or put the version into the salt. *Two threads in one pool*: both read a count before either
+# writes, and a holder is lost. minillm's engine takes one lock around all that schedules.
+
+# %%
+receipts.stale_and_raced()
+
+# %% [markdown]
 # ## Where it loses
 #
 # A large block wastes more and shares less, since only *full* blocks of a prefix are found. A small block means more
@@ -581,7 +589,8 @@ receipts.transformers_pages()
 #
 # Under tensor parallelism every rank holds `kv_heads / t` heads of *every* block, so block tables are equal on all ranks
 # and one scheduler decides for all; under pipeline parallelism a rank holds its layers of every block. A prefix cache is
-# per replica (lab 19). The same engine on a GPU:
+# per replica (lab 19). Where every layer has a *sliding window*, blocks behind it are given back, so a sequence holds no more
+# than its window, however long it gets. The same engine on a GPU:
 #
 # ```bash
 # python -m minillm generate "def main" --device cuda

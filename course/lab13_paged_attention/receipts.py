@@ -4,7 +4,7 @@ Each function takes what a cell measured; those in CLAIMS measure for themselves
 """
 
 from course.kit.receipts import Receipt, format_value, formula, receipt, row
-from course.lab13_paged_attention import experiments, experiments_breaks, experiments_sizes, figures
+from course.lab13_paged_attention import experiments, experiments_breaks, experiments_sizes, experiments_stale, figures
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import formulas as predict
 from course.shared.table import Table, seconds, table
@@ -187,6 +187,21 @@ def traces_of_bugs(findings=None, diagnosis=None) -> Receipt:
     return receipt("what the receipts say", rows, open_rows=max(1, len(diagnosis or ())))
 
 
+def stale_and_raced() -> Receipt:
+    """New weights under a warm cache, and two threads in a pool."""
+    found = experiments_stale.new_weights()
+    return receipt(
+        "what neither a key nor a count sees",
+        [
+            row("new weights: the answer of a fresh engine, without and with a salt", (False, True), found["equal"]),
+            row("two threads share a block of one holder: its count, without and with a lock", (2, 3),
+                (experiments_stale.holders(lock=False), experiments_stale.holders(lock=True))),
+            row("prompt tokens from the cache after the change", None, found["hit"]),
+        ],
+        open_rows=2,
+    )  # fmt: skip
+
+
 def block_sizes(swept=None) -> Table:
     """Five block sizes: what a hit covers, what is wasted, what attention costs."""
     lines = [
@@ -266,4 +281,4 @@ def _per_token_and_room() -> tuple[int, int]:
     return per_token, int((0.9 * 80e9 - 16e9) / per_token)
 
 
-CLAIMS = (same_tokens_elsewhere, waste, shared_prefix, forks, chats, traces_of_bugs)
+CLAIMS = (same_tokens_elsewhere, waste, shared_prefix, forks, chats, traces_of_bugs, stale_and_raced)

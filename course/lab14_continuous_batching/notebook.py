@@ -537,6 +537,7 @@ receipts.transformers(at_once["skewed", "continuous"])
 # | loop over steps | `serve/engine.py`: `step` | engine core (ZeroMQ to the API) | `engine/core.py`, `core_client.py` |
 # | schedule | `serve/schedule/scheduler.py` | engine core | `core/sched/scheduler.py` |
 # | blocks, prefix cache | `serve/schedule/blocks.py` | engine core | `core/kv_cache_manager.py`, `block_pool.py` |
+# | the next step, prepared while this one computes | `serve/run/async_scheduling.py` | engine core | `core/sched/async_scheduler.py` |
 # | forward pass | `serve/run/model_runner.py`, `model/paged/cache.py` | one worker per GPU | `worker/gpu/model_runner.py`, `attention/backends/` |
 # | sample | `serve/sample/reference.py` | worker | `worker/gpu/sample/sampler.py` |
 # | stop strings, text, stream | `serve/requests/request.py` | API server | `engine/output_processor.py`, `detokenizer.py` |

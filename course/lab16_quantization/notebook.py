@@ -13,8 +13,8 @@
 # speed appears only where memory was the limit.**
 # Stands on lab 12 (prefill is compute, decode is memory) and lab 13 (the paged cache).
 #
-# A core path of two hours: exercises 1 to 5, *When it ends* and exercise 8. With the rest and the questions plan three to
-# four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
+# The core path, exercises 1 to 5 and 8 with *When it ends*, takes two hours; with the questions plan three to four. Running
+# the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. How many bits does a weight really take, scales included, and what stays in 16 bits?
 # 2. What does rounding cost, by which formula, and how do AWQ and GPTQ lower it with the same bytes?
@@ -109,8 +109,8 @@ def dequantize_int4(packed, scale):
 quantize_int4, dequantize_int4 = check("int4-groups", (quantize_int4, dequantize_int4))
 
 # %% [markdown]
-# Many formats add a **zero point** to each group, the code that stands for 0.0: weight = (code - zero) · scale. A group
-# whose weights are nearly all positive then wastes no codes on negative values. minillm's class for both:
+# Many formats add a **zero point** to each group, the code that stands for 0.0: weight = (code - zero) · scale. So a group
+# of nearly all positive weights wastes no codes. minillm's class for both:
 
 # %%
 print(inspect.getsource(formats.Int.fit))
@@ -485,7 +485,7 @@ verdict = check("what-went-wrong", verdict)
 receipts.programs(verdict)
 
 # %% [markdown]
-# Why is the size of the error no help?
+# Why does the size of the error not help?
 #
 # <details><summary>Answer</summary>
 #

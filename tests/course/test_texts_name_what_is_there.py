@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from course.kit import course, masters
-from course.kit.minutes import core_minutes, timed_exercises
+from course.kit.minutes import SKIP, core_minutes, timed_exercises
 from minillm.__main__ import COMMANDS, parser_of
 from minillm.bench import BENCHES
 
@@ -145,6 +145,15 @@ def test_minutes_in_a_lab_are_those_of_its_checks(path):
         assert each.heading_minutes in (None, each.minutes), each
     promised = re.search(r"(\d+) minutes for the exercises", lab.cells[0].source)
     assert promised is None or int(promised[1]) == core_minutes(lab)[0]
+
+
+@pytest.mark.parametrize("path", MASTERS, ids=lambda p: p.parent.name)
+def test_a_lab_has_a_way_through_in_two_hours(path):
+    lab, most = masters.lab(path), 120
+    assert core_minutes(lab)[0] <= most, f"mark exercises '{SKIP}' until those that are left take {most} minutes"
+    said = lab.cells[0].source
+    short = re.search(r"\b\d\d minutes with the exercises", said)
+    assert short or ("core path" in said and "two" in said), "the first cell should say what takes two hours"
 
 
 def test_the_term_has_every_lab_and_the_minutes_of_its_exercises():

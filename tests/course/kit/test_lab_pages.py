@@ -9,7 +9,7 @@ import pytest
 
 from course.kit import course, masters
 from course.kit.card import Card
-from course.kit.minutes import SKIP, core_minutes, lab_title
+from course.kit.minutes import lab_title
 from course.kit.receipts import receipt, row
 
 ROOT = Path(__file__).parents[3]
@@ -17,7 +17,6 @@ MASTERS = course.masters(ROOT)
 COLUMNS = 100  # of code; JupyterLab cuts what is longer in a window of 1280 pixels
 FEW = 25  # rows of receipts that a lab keeps open
 WORDS = 2_800  # of prose in a notebook
-CORE = 120  # minutes that the exercises of a lab's core path take
 RECEIPT, CARD = "border-collapse:collapse;margin:4px 0", "border-left:4px solid"
 
 
@@ -38,17 +37,6 @@ def test_the_first_cell_says_how_long_it_takes_and_what_it_stands_on(lab):
     assert stands, f"{lab}: write a line 'Stands on lab NN (what of it).' or 'Stands on nothing before it.'"
     named = re.findall(r"\b\d\d\b(?! bytes)", stands[0])
     assert all(number < lab[:2] and any(each.startswith(number) for each in MASTERS) for number in named), stands[0]
-
-
-@pytest.mark.parametrize("lab", MASTERS)
-def test_a_lab_has_a_way_through_in_two_hours(lab):
-    notebook = masters.lab(MASTERS[lab])
-    exercises, _ = core_minutes(notebook)
-    assert exercises <= CORE, f"{lab}: mark exercises '{SKIP}' until those that are left take {CORE} minutes"
-    said = notebook.cells[0].source
-    assert re.search(r"\b\d\d minutes with the exercises", said) or ("core path" in said and "two" in said), (
-        f"{lab}: the first cell should say what its core path of two hours is"
-    )
 
 
 def prose(source: str) -> int:
