@@ -240,8 +240,8 @@ receipts.collapse(trainings)
 # steps, the one here 0.01 over 80). The second row says what balance costs in the loss: no more than another seed
 # changes, in either direction.
 #
-# What would these routers drop? Cured ones drop several times what chance would, because balance over a batch is not
-# balance within each of its sequences.
+# What would these routers drop? Cured ones drop several times what chance would, most of it because balance over a batch
+# is not balance within each of its sequences: the third row lets the whole batch share its places.
 
 # %%
 show(figures.draw_drops, found=trainings)
@@ -252,7 +252,8 @@ receipts.drops(trainings)
 # %% [markdown]
 # *Balance over what?* A loss per sequence asks every sequence to use all experts evenly, code and prose alike. Counting
 # $f$ over all ranks' tokens asks less, and models come out better ([Qiu et al.
-# 2025](https://arxiv.org/abs/2501.11873)). minillm's loss is per sequence, its bias over the whole batch.
+# 2025](https://arxiv.org/abs/2501.11873)). minillm's loss is per sequence, and at this strength it drops about as much as
+# the bias, which looks at the whole batch.
 #
 # ## Tokens to experts on other ranks
 #

@@ -169,7 +169,7 @@ def by_slices(file, cuts, kv_heads, rank, world_size):
         else:
             count = (rows + world_size - 1) // world_size
             read = file.read(name, slice(rank * count, min(rows, (rank + 1) * count)))
-            part[name] = torch.cat((read, torch.zeros(count - len(read), columns)))
+            part[name] = torch.cat((read, read.new_zeros(count - len(read), columns)))
     return part
 
 
