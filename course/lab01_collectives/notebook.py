@@ -504,8 +504,8 @@ receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 # bytes. NCCL does not. Sharded training measured on CPU therefore needs a ring of
 # its own, as minillm's groups have.
 #
-# minillm's own version of your ring (`minillm/comm/collectives/ring.py`) is a few lines longer: chunks may differ in size,
-# and the input is neither copied nor changed, because a partial sum only ever lives in a buffer.
+# minillm's own version of your ring (`minillm/comm/collectives/ring.py`) does more: chunks may differ in size, a large
+# tensor goes round piece by piece, so that partial sums stay in the cache, and the input is neither copied nor changed.
 #
 # NCCL chooses ring, tree or in-network reduction by size and topology. `NCCL_DEBUG=INFO` prints the rings it built,
 # [`NCCL_ALGO=Ring`](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-algo), `Tree` or `NVLS` forces
