@@ -391,7 +391,8 @@ receipts.leaving_a_node(nodes=8, per_node=8)
 # ### A chunk index off by one
 #
 # A common bug in the reduce-scatter: every rank ends with the finished sum of its *neighbour's* chunk. The cell gathers
-# these chunks as an all-reduce would. Before you run it: which of the last three rows will show the bug?
+# these chunks as an all-reduce would. A training loop logs three things of the result: the gradient's sum, its norm, and
+# whether all ranks hold the same. Before you run the cell: which of the three will show the bug?
 
 # %%
 print(inspect.getsource(experiments.off_by_one))
@@ -425,8 +426,9 @@ print(circle)
 #
 # ### Which rank holds up the others? (5 minutes)
 #
-# Another frequent hang (for example [nccl issue 1324](https://github.com/NVIDIA/nccl/issues/1324)): *one rank takes another
-# branch*. Follow "waits for" until you come to a rank that waits for nobody. (A rank that has finished waits for nobody
+# Another frequent hang: *one rank takes another branch*. In torchaudio's HuBERT recipe a rank whose loss was not a number
+# returned before an `all_gather` that the others had entered
+# ([audio issue 3749](https://github.com/pytorch/audio/issues/3749)). Follow "waits for" until you come to a rank that waits for nobody. (A rank that has finished waits for nobody
 # either, but perhaps nobody waits for it.) Write that down as a function; then a rank chosen at random gets the bug, and
 # your function has to find it.
 
@@ -473,14 +475,15 @@ print(table)
 receipts.diagnosis(bad_rank, culprit, table, circle)
 
 # %% [markdown]
-# The table even names the line each rank is in. On a GPU cluster torch's
+# The table even names the line in which the missing rank is. On a GPU cluster torch's
 # [flight recorder](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html) gives the same facts
 # (`TORCH_FR_BUFFER_SIZE`, formerly `TORCH_NCCL_TRACE_BUFFER_SIZE`, and `TORCH_NCCL_DUMP_ON_TIMEOUT`): look for the rank
 # that has entered one collective fewer than the others, then dump its stack. The fix here: all ranks decide *together*
 # whether to skip the step, by reducing the flag.
 #
-# Another way to disagree is in *shape*: NCCL does not check, so a mismatch hangs or corrupts data. minillm compares shapes
-# first and raises a `MismatchError`.
+# Another way to disagree is in *shape*: NCCL does not check, so a mismatch hangs or corrupts data
+# ([nccl issue 1417](https://github.com/NVIDIA/nccl/issues/1417) shows both). minillm compares shapes first and raises a
+# `MismatchError`.
 
 # %% [markdown]
 # ## The same in production
@@ -492,14 +495,16 @@ print(inspect.getsource(experiments.torch_wire))
 receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 
 # %% [markdown]
-# One row is off, and the formula is not to blame: gloo implements `reduce_scatter_tensor` as an all-reduce and discards
-# most of the result, so it sends twice the bytes. NCCL does not. Sharded training measured on CPU therefore needs a ring of
+# One row is off, and the formula is not to blame: on gloo torch implements `reduce_scatter_tensor` as an all-reduce and
+# discards most of the result ([pytorch PR 118911](https://github.com/pytorch/pytorch/pull/118911)), so it sends twice the
+# bytes. NCCL does not. Sharded training measured on CPU therefore needs a ring of
 # its own, as minillm's groups have.
 #
 # NCCL chooses ring, tree or in-network reduction by size and topology. `NCCL_DEBUG=INFO` prints the rings it built,
 # [`NCCL_ALGO=Ring`](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-algo), `Tree` or `NVLS` forces
 # one, and [nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md) reports *bus bandwidth*:
-# bytes per second times $2(N-1)/N$, so that for a ring it can be compared with the link's speed for any $N$.
+# for an all-reduce $P$ / time times $2(N-1)/N$, which is what a ring's link carries, so that it can be compared with the
+# link's speed for any $N$. For a reduce-scatter or an all-gather the factor is $(N-1)/N$.
 #
 # ## Common claims
 #
@@ -507,7 +512,7 @@ receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 # |---|---|---|
 # | No all-reduce sends less than $2P(N-1)/N$ per rank. | True if ranks exchange messages and do all the adding. A switch that adds halves it. | [Patarasuk and Yuan 2009](https://doi.org/10.1016/j.jpdc.2008.09.002), [Graham et al. 2016](https://doi.org/10.1109/COMHPC.2016.006) |
 # | Communication of data parallelism grows linearly with the GPUs (or: does not depend on them). | Bytes per rank saturate at $2P$; the ring's rounds grow linearly. | your first receipt; the numbers for question 1 |
-# | A parameter server moves more bytes than a ring. | It moves as many, half of them through one rank. | the bars above; [Li et al. 2014](https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu) |
+# | A parameter server moves more bytes than a ring. | It moves as many, but one rank sends half of them and receives the other half. | the bars above; [Li et al. 2014](https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu) |
 # | A hierarchical all-reduce sends far fewer bytes between nodes. | 1.75 P instead of 1.97 P leave a node at 8 × 8; it saves rounds and uses all cards. | the table for 8 nodes above |
 # | Trees are for small messages only. | Of unpipelined trees. NCCL's double binary trees have full bandwidth. | [Sanders, Speck and Träff 2009](https://doi.org/10.1016/j.parco.2009.09.001) |
 #
@@ -629,7 +634,8 @@ receipts.design_numbers()
 #
 # One all-reduce carries 0.52 MB and there are 160 per token. The ring spends 28 µs on latency and 2 µs on bytes: 4.8 ms per
 # token. A one-shot exchange (each rank sends everything to all and adds locally) sends 7 P, but in one round: 10 µs, 1.6 ms
-# per token. In-network reduction needs two rounds and P bytes: about 5 µs, 0.8 ms per token. At this size count rounds.
+# per token. In-network reduction needs two rounds and P bytes: about 5 µs, 0.8 ms per token. The ring loses by its rounds.
+# Between the other two bytes decide: 8 of the 10 µs of a one-shot exchange are its 7 P.
 # </details>
 #
 # **Capstone (open).** 70B parameters, 256 GPUs in 32 nodes of 8, 450 GB/s inside a node, 50 GB/s per GPU between nodes, 5 µs

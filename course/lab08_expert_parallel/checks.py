@@ -5,6 +5,7 @@ checks_ranks.py    on several: tokens to experts and back, and which ranks avera
 """
 
 import math
+import operator
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ def check_router(learner: Callable) -> Receipt:
         "tokens and their experts",
         [
             row("largest difference of a weight from sorting by hand (below 1e-5)", True, worst < 1e-5),
-            row("    tokens, with ties, with a bias and from bfloat16 logits", None, tokens),
+            row("    tokens, with ties, with a bias and from 16-bit logits", None, tokens),
         ],
     )
 
@@ -59,6 +60,7 @@ def _routings() -> list[tuple[str, Tensor, int, Tensor | None]]:
         ("top 1 of 256, one a little higher", nearly, 1, None),
         ("top 2 of 5, logits of hundreds", 800 + (128 * draw(6, 5)).round() / 64, 2, None),  # float32 has them exactly
         ("top 2 of 8, bfloat16 logits", (0.5 * draw(16, 8)).bfloat16(), 2, None),
+        ("top 2 of 7, float16 logits", (0.5 * draw(16, 7)).half(), 2, 0.1 * draw(7)),
     ]
 
 
@@ -191,7 +193,7 @@ def _judge_sorting(name: str, dispatch: Callable, combine: Callable, experts: Te
 
 def _whole_numbers(what: str, values: Any) -> list[int]:
     try:
-        return [int(each) for each in values]
+        return [operator.index(each) for each in values]
     except (TypeError, ValueError, RuntimeError) as error:
         got = f"a tensor {list(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.60}"
         raise CheckFailed(f"{what} is {got}; the exercise asks for whole numbers: rows, order, counts") from error

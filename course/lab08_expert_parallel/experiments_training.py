@@ -108,7 +108,9 @@ def trainings() -> dict[str, Training]:
     return {name: found[name] for name in CONFIGS}
 
 
-def dropped(training: Training, factor: float) -> float:
-    """Share of the last batch's pairs that experts would drop, each sequence with its own places."""
-    capacity = moe.capacity(SEQ, TOP_K, NUM_EXPERTS, factor)
-    return (drop_beyond(training.chosen, NUM_EXPERTS, capacity) < 0).float().mean().item()
+def dropped(training: Training, factor: float, shared: bool = False) -> float:
+    """Share of the last batch's pairs that experts would drop, each sequence with its own places; or, if `shared`, with
+    as many for the whole batch together."""
+    chosen = training.chosen.flatten(0, 1)[None] if shared else training.chosen
+    capacity = moe.capacity(chosen.shape[1], TOP_K, NUM_EXPERTS, factor)
+    return (drop_beyond(chosen, NUM_EXPERTS, capacity) < 0).float().mean().item()

@@ -110,6 +110,18 @@ mistake(
 )
 
 
+mistake(
+    "top-k-router",
+    "bfloat16 alone is widened",
+    {
+        "logits.to(torch.promote_types(logits.dtype, torch.float32))": (
+            "(logits.float() if logits.dtype == torch.bfloat16 else logits)"
+        )
+    },
+    expect="float16 logits",
+)
+
+
 alternative(
     "top-k-router",
     "float32 whatever comes",
@@ -252,6 +264,12 @@ mistake(
     "counts without the last experts",
     {", minlength=num_experts": ""},
     expect="counts are .* one per expert",
+)
+mistake(
+    "sort-by-expert",
+    "counts as floats",
+    {"torch.bincount(flat, minlength=num_experts)": "torch.bincount(flat, minlength=num_experts).double()"},
+    expect="the exercise asks for whole numbers",
 )
 mistake(
     "sort-by-expert",

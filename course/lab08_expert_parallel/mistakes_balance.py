@@ -72,7 +72,13 @@ mistake(
     "capacity-drops",
     "a queue of bytes",
     {"F.one_hot(flat, num_experts).cumsum(0)": "F.one_hot(flat, num_experts).cumsum(0, dtype=torch.uint8)"},
-    expect="420 tokens",
+    expect="4200 tokens",
+)
+mistake(
+    "capacity-drops",
+    "a queue of half floats",
+    {"F.one_hot(flat, num_experts).cumsum(0)": "F.one_hot(flat, num_experts).half().cumsum(0)"},
+    expect="4200 tokens",
 )
 
 

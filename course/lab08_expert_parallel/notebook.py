@@ -152,9 +152,9 @@ dispatch, combine = check("sort-by-expert", (dispatch, combine))
 # A kernel with fixed shapes gives every expert $C = \lceil c \cdot Tk / E \rceil$ places, $c$ being the *capacity
 # factor*, and drops what does not fit; a token that no expert takes passes through the residual alone. Which are
 # dropped? GShard ([Lepikhin et al. 2020](https://arxiv.org/abs/2006.16668)) serves all first choices before any second
-# one. Megatron's [default](https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/README.md)
-# keeps the highest probabilities. In both, a later token can take an earlier one's place, which a model that generates
-# must not allow. So here: in the order of the tokens, and within a token in the order of its choices.
+# one. [Megatron Core](https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/README.md) drops
+# nothing by default; given a capacity factor, it keeps the highest probabilities (`--moe-token-drop-policy probs`). In
+# both, a later token can take an earlier one's place, which a model that generates must not allow. So here: in the order of the tokens, and within a token in the order of its choices.
 
 
 # %%
@@ -240,8 +240,8 @@ receipts.collapse(trainings)
 # steps, the one here 0.01 over 80). The second row says what balance costs in the loss: no more than another seed
 # changes, in either direction.
 #
-# What would these routers drop? Cured ones drop several times what chance would, because balance over a batch is not
-# balance within each of its sequences.
+# What would these routers drop? Cured ones drop several times what chance would, most of it because balance over a batch
+# is not balance within each of its sequences: the third row lets the whole batch share its places.
 
 # %%
 show(figures.draw_drops, found=trainings)
@@ -252,7 +252,8 @@ receipts.drops(trainings)
 # %% [markdown]
 # *Balance over what?* A loss per sequence asks every sequence to use all experts evenly, code and prose alike. Counting
 # $f$ over all ranks' tokens asks less, and models come out better ([Qiu et al.
-# 2025](https://arxiv.org/abs/2501.11873)). minillm's loss is per sequence, its bias over the whole batch.
+# 2025](https://arxiv.org/abs/2501.11873)). minillm's loss is per sequence, and at this strength it drops about as much as
+# the bias, which looks at the whole batch.
 #
 # ## Tokens to experts on other ranks
 #
@@ -379,8 +380,8 @@ broken = experiments.expert_gradient_bug_on_ranks()
 receipts.expert_gradient_bug(broken)
 
 # %% [markdown]
-# The loss falls as it should: Adam divides every gradient by its own size, so a factor disappears. It shows in SGD, in
-# the norm that is logged, and in clipping: gradients of experts that are too large scale those of all other weights
+# Adam hides the bug: it divides every gradient by its own size, so a factor disappears. It shows in SGD, in the norm that
+# is logged, and in clipping: gradients of experts that are too large scale those of all other weights
 # down, and ep 4 learns otherwise than ep 1.
 #
 # ### 6. Find the bug (15 minutes)
@@ -469,8 +470,9 @@ receipts.few_tokens()
 # 1,024 tokens there are 64 rows for each. That is why servers of such models want large batches, and why ep helps them:
 # it brings more tokens to each expert.
 #
-# Small messages lose, too: a decode step's all-to-all is $N-1$ messages per rank, twice per layer (in question A below
-# 229 kB each at ep 32, 29 kB at ep 256), and their number costs more than their bytes.
+# Small messages lose, too: a decode step's all-to-all is $N-1$ messages per rank, twice per layer. In question A below
+# they are 229 kB each at ep 32 and 29 kB at ep 256, which takes 4.6 and 0.6 µs at 50 GB/s: the smaller they are, the more
+# their number costs beside their bytes.
 #
 # ## The same in production
 #
@@ -480,7 +482,7 @@ receipts.few_tokens()
 # | [Megatron Core](https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/README.md) | `--expert-model-parallel-size N`, `--moe-token-dispatcher-type alltoall` | `--moe-router-load-balancing-type aux_loss`, `--moe-router-enable-expert-bias` | `--moe-expert-capacity-factor`, `--moe-token-drop-policy` | `--moe-shared-expert-overlap` |
 # | [DeepSpeed](https://www.deepspeed.ai/tutorials/mixture-of-experts/) `deepspeed.moe.layer.MoE` | `ep_size=N` | `l_aux`, the second output, which you add to the loss | `capacity_factor`, `drop_tokens` | |
 # | [torchtitan](https://github.com/pytorch/torchtitan) | `--parallelism.expert_parallel_degree N` | a bias per expert, `load_balance_coeff` | | |
-# | [vLLM](https://docs.vllm.ai/en/latest/serving/expert_parallel_deployment/) | `--enable-expert-parallel`: over all tp · dp ranks | `--enable-eplb`: replicas of hot experts | never | `--all2all-backend` |
+# | [vLLM](https://docs.vllm.ai/en/latest/serving/expert_parallel_deployment/) | `--enable-expert-parallel`: over all tp · dp ranks | `--enable-eplb`: replicas of hot experts | never | [`--enable-dbo`](https://docs.vllm.ai/en/stable/design/dbo/): half of the batch computes while the other half's rows travel |
 #
 # NCCL has no all-to-all of unequal parts of its own: torch's `all_to_all_single` sends and receives in one group call.
 # Its splits are lists on the host, so the host waits for the counts in every layer.
@@ -495,9 +497,9 @@ receipts.few_tokens()
 #
 # ## Design questions
 #
-# **A. Serve DeepSeek-V3 (671B, of which a token activates 37B: 58 expert layers, 256 experts and 1 shared, top 8, hidden
-# 7,168, fp8) on H100s of 80 GB in nodes of 8: 3.35 TB/s of memory, 450 GB/s inside a node, 50 GB/s across. 128
-# sequences decode on each GPU, attention is data-parallel. Which ep? What moves per token?**
+# **A. Serve DeepSeek-V3 (671B, of which a token meets 37B beside its embedding: 58 expert layers, 256 experts and 1
+# shared, top 8, hidden 7,168, fp8) on H100s of 80 GB in nodes of 8: 3.35 TB/s of memory, 450 GB/s inside a node, 50 GB/s
+# across. 128 sequences decode on each GPU, attention is data-parallel. Which ep? What moves per token?**
 
 # %%
 receipts.design_serving()

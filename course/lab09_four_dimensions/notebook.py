@@ -50,6 +50,9 @@ guess_times = 1.0  # your guess
 receipts.wrong_link(guess_times)
 
 # %% [markdown]
+# It is less than 9, the ratio of the links: each of a ring's 14 messages also has a latency, for which the planner takes
+# 8 µs inside a node and 25 µs between nodes.
+#
 # ### Common claims
 #
 # | Claim | What is true |
@@ -353,7 +356,8 @@ receipts.orders(my_plan())
 # %% [markdown]
 # How far can such formulas be trusted? These are some of the runs whose authors published layout and speed. Five numbers
 # are fitted to every second run of a longer list; `python -m minillm plan --published` prints it, and the error of the
-# runs that were not fitted. Which terms the formulas have was decided with all of them in view, so expect a larger error
+# runs that were not fitted. Where a source prints seconds of a step or tokens per second, *reported* is computed from them
+# by one count of FLOPs, so it can differ from the share that the source prints (MegaScale's table has 41.2 %). Which terms the formulas have was decided with all of them in view, so expect a larger error
 # for a run that is not there.
 
 # %%
@@ -382,7 +386,7 @@ receipts.published_table()
 print(inspect.getsource(experiments_breaks.buggy_hybrid_step))
 
 # %% [markdown]
-# The loss is right in every mesh, and it falls. Every gradient against one process, in float64:
+# The loss is right in every mesh. Every gradient against one process, in float64:
 
 # %%
 receipts.bug_hunt()
@@ -454,7 +458,7 @@ receipts.simple_wins(runs)
 
 # %% [markdown]
 # The simplest layout reduces gradients once per step and multiplies whole matrices. Every further axis adds collectives
-# in every microbatch, a bubble, or both. (The folded rows compare with a formula that adds the links' seconds to a step
+# in every microbatch, a bubble, or both. (The other rows compare with a formula that adds the links' seconds to a step
 # measured without them. Where four ranks share fewer cores, one rank computes while another waits for its message, so a
 # row can be off.)
 #
@@ -544,7 +548,7 @@ receipts.design_13b()
 # **2. Over which group is a norm's gradient reduced under sequence parallelism?**
 # <details><summary>Answer</summary>
 #
-# dp x cp, as everything, and tp, because each tp rank saw a part of the sequence. Without sequence parallelism never
+# dp x cp, as that of every parameter but an expert's, and tp, because each tp rank saw a part of the sequence. Without sequence parallelism never
 # over tp: every rank has the whole gradient.
 # </details>
 #

@@ -134,7 +134,15 @@ receipts.gain(continuous_batches)
 # A new request brings a prompt, which is many tokens at once. Engines used to have two phases, *prefill* and *decode*,
 # and had to alternate. There is no need to. Every sequence has `num_tokens` tokens, of which `num_computed` are
 # computed. A decoding sequence lacks one token, a new one its prompt, a preempted one everything; a prefix hit reduces
-# that. A step has a *budget* of tokens and hands it out:
+# that. Four sequences, as exercises 2 to 4 will see them (blocks of 16 tokens):
+#
+#                num_tokens  num_computed   lacks                 rank    last_step   blocks
+#     running  a     41           40        1, it decodes         (0, 0)     17       [3, 8, 5]
+#              b    900          512        388 of its prompt     (2, 2)     17       32 of them
+#     waiting  c    300            0        all, it is new        (5, 5)      -       none yet
+#              d     70            0        all, it was preempted (9, 1)     12       none any more
+#
+# A step has a *budget* of tokens and hands it out:
 #
 # 1. one token to each running sequence that lacks one,
 # 2. then to running sequences that lack more (their prompt is under way), at most a `chunk` each,

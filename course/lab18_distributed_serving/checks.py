@@ -8,6 +8,7 @@ checks_breaks.py     which bug
 
 import random
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ def _judge_rank(case: Token, rank: int, decoded: Decoded) -> None:
     expect_tensor(f"{who}: y", y, right.shape)
     if not close(y, right):
         said = "it is not the output of the whole layer"
+        if not y.isfinite().all():
+            said = "it is not finite: does exp get a score of which the largest was not subtracted?"
         if not decoded.sizes and n > 1:
             said = "nothing was added up, so it holds this rank's heads and inner numbers alone"
         raise CheckFailed(f"{who}: y is wrong: {said}", evidence=y)
@@ -97,9 +100,9 @@ def close(one: Tensor, other: Tensor) -> bool:
 )
 def check_load(learner: Callable) -> Receipt:
     rows = []
-    cases = [(4, 8), (4, 2), (1, 2), (3, 3), (8, random.choice((1, 2, 4)))]
-    for world_size, kv_heads in cases:
-        file, cuts = WeightsFile.draw(world_size, kv_heads)
+    cases = [(4, 8), (4, 2), (1, 2), (3, 3), (8, random.choice((1, 2)))]
+    for (world_size, kv_heads), dtype in zip(cases, cycle((torch.bfloat16, torch.float32)), strict=False):
+        file, cuts = WeightsFile.draw(world_size, kv_heads, dtype)
         name, parts = f"{world_size} ranks, {kv_heads} kv heads", []
         for rank in range(world_size):
             file.bytes_read = 0
@@ -125,6 +128,11 @@ def _judge_load(who: str, file: WeightsFile, cuts: dict, kv_heads: int, rank: in
     for name, kind in cuts.items():
         wanted = file.part(name, kind, kv_heads, rank, n)
         expect_tensor(f"{who}: {name} ({kind})", found[name], wanted.shape)
+        if found[name].dtype != wanted.dtype:
+            raise CheckFailed(
+                f"{who}: {name} ({kind}) is {found[name].dtype}, and the file holds {wanted.dtype}: are the zeros "
+                "behind the last word of another type?"
+            )
         if not torch.equal(found[name], wanted):
             said = {
                 ROWS: "its rows are not this rank's",
@@ -170,6 +178,7 @@ def _corners() -> list[tuple[list[str], list[list[str]], int, str]]:
     return [
         (names, [], 2, "half of the sequences go first, so that the second stage has something to do as well"),
         (["e", "f", "g", "h", "a", "b", "c", "d"], [["a", "b", "c", "d"]], 2, ""),
+        (list("abcdefghijklmnopqrstu"), [], 2, "a stage's share is half of them, rounded up, however many they are"),
         (names[:5], [names[:2], names[2:4]], 2, "as many batches as stages are in flight: one more would wait"),
         (names[:3], [names[:1]], 4, ""),
         (names, [[each] for each in names[:6]], 6, "as many batches as stages are in flight: one more would wait"),

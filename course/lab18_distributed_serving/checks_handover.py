@@ -25,6 +25,7 @@ def check_hand_over(learner: Any) -> Receipt:
     _both_want_three_of_four(learner)
     _a_late_message(learner)
     _a_list_of_the_callers(learner)
+    _given_up_too_late(learner)
     rows = []
     for num_blocks, requests in ((6, 3), (9, 5), (random.randint(10, 20), 8)):
         arrived, late = _play(learner, num_blocks, requests)
@@ -56,7 +57,7 @@ def _a_late_message(learner: type) -> None:
     side.give_up("a")
     if len(side.free) != 1:
         raise CheckFailed(f"a was given up, and {len(side.free)} of 1 blocks is free", evidence=len(side.free))
-    (block,) = side.allocate("b", 1, 1)
+    block = _one_block(side, "b", 1)
     if side.arrive("b", 1, 0, "b's") is not True or side.cache.get(block) != "b's":
         raise CheckFailed(f"b's only block arrived: the cache holds {side.cache!r:.60}, and b is whole")
     answered = side.arrive("a", 1, 0, "a's")
@@ -79,6 +80,28 @@ def _a_list_of_the_callers(learner: type) -> None:
             "returned. Return a list of its own",
             evidence=len(side.free),
         )
+
+
+def _one_block(side: Any, name: str, free: int) -> int:
+    found = side.allocate(name, 1, 1)
+    if not isinstance(found, list) or len(found) != 1:
+        raise CheckFailed(f"{free} of its blocks free, {name} asks for 1: it got {found!r:.60}", evidence=found)
+    return found[0]
+
+
+def _given_up_too_late(learner: type) -> None:
+    """A request is whole when the time to give it up comes; another was never heard of."""
+    side = learner(2)
+    block = _one_block(side, "a", 2)
+    side.arrive("a", 1, 0, "a's")
+    for name, what in (("a", "a is whole and decodes"), ("b", "nobody asked for blocks for b")):
+        side.give_up(name)
+        if block in side.free or len(side.free) != 1:
+            raise CheckFailed(
+                f"{what}, and give_up({name!r}) comes: then {len(side.free)} of 2 blocks are free, where a holds one. "
+                "It frees what a request that is not whole holds, and nothing else",
+                evidence=(name, list(side.free)),
+            )
 
 
 def _play(learner: type, num_blocks: int, requests: int) -> tuple[int, int]:

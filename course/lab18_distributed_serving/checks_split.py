@@ -21,13 +21,14 @@ from course.kit.receipts import Receipt, receipt, row
 )
 def check_split(learner: Callable) -> Receipt:
     rows = []
-    for cards in (2, 8, 16, 3, 5, 12, *(random.randint(3, 40) for _ in range(6))):
-        short = not rows  # first prompts so short that one card is more than enough for them
+    for number, cards in enumerate((2, 2, 2, 8, 16, 3, 5, 12, *(random.randint(3, 40) for _ in range(4)))):
+        short = number < 3  # first prompts so short that one card is more than enough for them: tokens decide
         prompt_s, output = random.uniform(0.02, 0.6) / (2000 if short else 1), random.randint(20, 800)
         ttft, most = prompt_s * random.uniform(1.2, 6), random.randint(4, 300) + 100 * short
         fixed, each = random.uniform(0.004, 0.02), random.uniform(1e-5, 4e-4)
         at_limit = random.choice((1, 1, random.randint(1, 400)))  # a step of so many takes the limit, to the last bit
-        tpot = fixed + each * (50.5 if short else random.choice((at_limit, random.uniform(1.5, 400))))
+        between, last = random.choice((at_limit, random.uniform(1.5, 400))), random.randint(2, 90)
+        tpot = fixed + each * ((50.5, last, most + 0.5)[number] if short else between)
 
         def step_s(sequences: int, fixed: float = fixed, each: float = each) -> float:
             return fixed + each * sequences

@@ -12,6 +12,8 @@ RIGHT, PHASES, FREED, SAMPLES = VERDICTS = (
     "right", "phases confused after preemption", "blocks freed before they are sent", "rank 1 samples for itself",
 )  # fmt: skip
 BUGS = {"A": FREED, "B": RIGHT, "C": PHASES, "D": SAMPLES, "E": RIGHT, "F": PHASES}
+OTHER_FORM = "F"  # the program whose bug takes its other form
+NEVER_SENT = 40  # a block that is freed and was never handed over
 Event = tuple
 
 
@@ -30,18 +32,19 @@ class Seen:
     tokens: tuple[tuple[int, ...], ...]
 
 
-def run(bug: str, world_size: int = 2) -> Seen:
-    events, prompts = _steps(bug == PHASES)
-    events = _with_blocks(events, bug == FREED)
+def run(bug: str, world_size: int = 2, other_form: bool = False) -> Seen:
+    """other_form: phases confused: the request answers too early, instead of going on without its cache; freed: in the
+    block's second hand-over, instead of at the end of the log."""
+    events, prompts = _steps(bug == PHASES, answers_early=other_form)
+    events = _with_blocks(events, bug == FREED, second=other_form)
     return Seen(tuple(events), prompts, _tokens(bug == SAMPLES, world_size))
 
 
-def _steps(confused: bool) -> tuple[list[Event], dict[str, int]]:
+def _steps(confused: bool, answers_early: bool) -> tuple[list[Event], dict[str, int]]:
     """Requests that are prefilled in chunks, decode, are preempted and come again."""
     prompts = {name: random.randint(6, 20) for name in "pqr"}
     known, computed = dict(prompts), dict.fromkeys(prompts, 0)
     events: list[Event] = []
-    answers_early = random.random() < 0.5  # of the bug's two forms
     victim, ended = None, False
     for tick in range(14):
         for name in prompts:
@@ -70,22 +73,23 @@ def _steps(confused: bool) -> tuple[list[Event], dict[str, int]]:
     return events, prompts
 
 
-def _with_blocks(events: list[Event], early: bool) -> list[Event]:
-    """Hand-overs among them: a block is read by the link, then free. A block may be handed over more than once."""
+def _with_blocks(events: list[Event], early: bool, second: bool) -> list[Event]:
+    """Hand-overs among them: a block is read by the link, then free. Two blocks are handed over again; one that never
+    was is freed."""
     found = list(events)
     place = 0
-    blocks = random.sample(range(40), 6)
-    wrong = random.choice(blocks) if early else None
-    for block in blocks + random.sample(blocks, 2):
-        order = ["sending", "sent", "freed"]
-        if block == wrong:
-            order, wrong = ["sending", "freed", "sent"], None
-        for what in order:
+    blocks = random.sample(range(NEVER_SENT), 6)
+    order = blocks + random.sample(blocks, 2)
+    wrong = (random.choice((6, 7)) if second else random.randrange(6)) if early else None
+    for number, block in enumerate(order):
+        whats = ("sending", "freed", "sent") if number == wrong else ("sending", "sent", "freed")
+        for what in whats:
             place = random.randint(place, min(len(found), place + 4))
             found.insert(place, (what, block))
             place += 1
-            if order[1] == what == "freed" and random.random() < 0.5:
-                return found[:place]  # the log ends with it
+            if number == wrong and what == "freed" and not second:
+                return [("freed", NEVER_SENT), *found[:place]]  # the log ends with it
+    found.insert(random.randrange(len(found)), ("freed", NEVER_SENT))
     return found
 
 
@@ -107,6 +111,6 @@ def all_programs(world_size: int = 2, seed: int = 5) -> dict[str, Seen]:
     state = random.getstate()
     random.seed(seed)
     try:
-        return {name: run(bug, world_size) for name, bug in BUGS.items()}
+        return {name: run(bug, world_size, name == OTHER_FORM) for name, bug in BUGS.items()}
     finally:
         random.setstate(state)

@@ -65,6 +65,18 @@ mistake(
     {"inner = F.silu(": 'x = group.all_reduce(x.clone(), "avg")\n    inner = F.silu('},
     expect="two all-reduces of",
 )
+mistake(
+    "decode-layer",
+    "two query heads to a kv head",
+    {".view(len(keys), -1, d)": ".view(-1, 2, d)"},
+    expect="rank . of 3 raised",
+)
+mistake(
+    "decode-layer",
+    "exponentials of the scores as they are",
+    {".softmax(dim=-1)": ".exp()\n    weights = weights / weights.sum(-1, keepdim=True)"},
+    expect="the largest was not subtracted",
+)
 
 
 @alternative("decode-layer", "torch's attention, kv heads repeated")
@@ -125,6 +137,18 @@ mistake(
     {'if kind == "whole":': 'if kind == "whole" and rank == 0:'},
     expect="norm",
 )
+mistake(
+    "sharded-load",
+    "always two ranks a head",
+    {"place = rank * share // world_size": "place = rank // 2 if share < world_size else rank"},
+    expect="8 ranks, [12] kv heads",
+)
+mistake(
+    "sharded-load",
+    "zeros in float32",
+    {"F.pad(part[name], (0, 0, 0, missing))": "torch.cat((part[name], torch.zeros(missing, columns)))"},
+    expect="is torch.float32, and the file holds torch.bfloat16",
+)
 
 
 @alternative("sharded-load", "a slice by kind, then one read")
@@ -145,7 +169,7 @@ def by_slices(file, cuts, kv_heads, rank, world_size):
         else:
             count = (rows + world_size - 1) // world_size
             read = file.read(name, slice(rank * count, min(rows, (rank + 1) * count)))
-            part[name] = torch.cat((read, torch.zeros(count - len(read), columns)))
+            part[name] = torch.cat((read, read.new_zeros(count - len(read), columns)))
     return part
 
 
@@ -188,6 +212,12 @@ mistake(
     "one batch too many",
     {"len(in_flight) >= stages": "len(in_flight) > stages"},
     expect="as many batches as stages are in flight",
+)
+mistake(
+    "next-batch",
+    "at most four",
+    {"-(-len(running) // stages)": "min(4, -(-len(running) // stages))"},
+    expect="a stage's share is half of them",
 )
 mistake(
     "next-batch",

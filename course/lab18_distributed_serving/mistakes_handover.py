@@ -56,6 +56,24 @@ mistake(
     expect="a was given up, and 0 of 1 blocks is free",
 )
 mistake("hand-over", "its own list handed out", {"return list(blocks)": "return blocks"}, expect="a list of its own")
+mistake(
+    "hand-over",
+    "a whole request is given up as well",
+    {
+        "if request in self.missing:\n            del self.missing[request]":
+        "if request in self.held:\n            self.missing.pop(request, None)",
+    },
+    expect="a is whole and decodes",
+)  # fmt: skip
+mistake(
+    "hand-over",
+    "gives up what it never held",
+    {
+        "if request in self.missing:\n            del self.missing[request]":
+        "if request in self.missing or request not in self.held:\n            self.missing.pop(request, None)",
+    },
+    expect="KeyError",
+)  # fmt: skip
 
 
 @alternative("hand-over", "a record for each request")
@@ -120,6 +138,18 @@ mistake(
     "tokens per second",
     {"answers = running / (output * step_s(running))": "answers = running / step_s(running)"},
     says="This is tokens per second: an answer has `output` of them.",
+)
+mistake(
+    "choose-split",
+    "a step below the limit",
+    {"step_s(b) <= tpot": "step_s(b) < tpot or b == 1"},
+    says="A step that takes exactly the limit is within it: compare with <=.",
+)
+mistake(
+    "choose-split",
+    "one sequence less than fit",
+    {"range(1, most + 1)": "range(1, most)"},
+    says="`most` sequences fit, and so may run: range ends one before its end.",
 )
 mistake(
     "choose-split",
@@ -197,6 +227,26 @@ mistake(
     {"zip(*seen.tokens, strict=False)": "list(zip(*seen.tokens, strict=False))[:1]"},
     expect="it is 'rank 1 samples for itself'",
 )
+mistake(
+    "which-bug-ranks",
+    "sent once, sent for ever",
+    {
+        "seen.prompts, 0), set()": "seen.prompts, 0), set()\n    sent = set()",
+        "reading.discard(details[0])": "sent.add(details[0])",
+        "elif details[0] in reading:": "elif details[0] in reading - sent:",
+    },
+    expect="it is 'blocks freed before they are sent'",
+)
+mistake(
+    "which-bug-ranks",
+    "only what was sent may be freed",
+    {
+        "reading.add(details[0])": "reading.discard(details[0])",
+        "            reading.discard(details[0])\n        elif details[0] in reading:":
+        "            reading.add(details[0])\n        elif details[0] not in reading:",
+    },
+    expect="you say 'blocks freed before they are sent'",
+)  # fmt: skip
 
 
 @alternative("which-bug-ranks", "one question after the other")

@@ -24,7 +24,7 @@
 # >
 # > - *"Disaggregated prefill DOES NOT improve throughput"*
 # >   ([vLLM 0.9.0](https://docs.vllm.ai/en/v0.9.0/features/disagg_prefill.html)). Without limits on latency. Within them
-# >   it often does, by larger decode batches, and for long prompts it does the opposite: section 5 counts both.
+# >   it often does, by larger decode batches, and for long prompts it can do the opposite: *Where it loses* counts both.
 # > - *"DistServe can serve 7.4x more requests or 12.6x tighter SLO"*
 # >   ([Zhong et al. 2024](https://arxiv.org/abs/2401.09670), abstract). At most, and within limits on both latencies. For
 # >   your lengths, limits and links it is another number, which *Where it loses* computes.
@@ -40,14 +40,15 @@ from course.lab18_distributed_serving import receipts_design as design
 # %% [markdown]
 # ## Predict
 #
-# Write down five guesses; they come back beside the answers.
+# Write down five guesses; they come back beside the answers. (The last one: at most 1.5 s to the first token and 40 ms
+# between two, in the mean.)
 
 # %%
 guess_reduces = 80  # all-reduces of a decoded token in the 80 layers of Llama 3 70B
-guess_slower = 1.0  # ms of latency from which two ranks decode more slowly than one, section 3
+guess_slower = 1.0  # ms of latency from which two ranks lose to one that reads 100 ms a layer
 guess_megabytes = 100.0  # MB that a prompt of 2,000 tokens of Llama 3 70B hands over
-guess_hidden = 0.5  # share that layers hide, if the link takes half as long as prefill
-guess_prefill = 4  # of 16 cards, those that prefill: prompts of 4,000 tokens, answers of 250
+guess_hidden = 0.5  # share that 8 layers hide, if the link takes half as long as prefill
+guess_prefill = 4  # of 16 H100 with 70B, those that prefill: prompts of 4,000, answers of 250
 
 # %% [markdown]
 # ## 1 · One token, two ranks
@@ -88,7 +89,8 @@ decode_layer = check("decode-layer", decode_layer)
 # %% [markdown]
 # minillm's engine is made of the same layers as training: `over_ranks(group, FOLDER, use)` gives rank 0 an `LLM` and the
 # others the steps that it decides. Each step is told in one message. No token travels: every rank samples from the same
-# gathered logits with the same random numbers. Here it serves the committed target on two ranks:
+# gathered logits with the same random numbers, or, where decoding is greedy, compares each rank's likeliest token. Here it
+# serves the committed target on two ranks:
 
 # %%
 served = experiments.two_ranks()
@@ -313,7 +315,8 @@ sliders(figures.hand_over_or_recompute, model=["8B", "70B"], tp=[1, 2, 4, 8], hi
 # ## 5 · Split or together
 #
 # 32 sequences of Llama 3 70B decode on four H100, and three prompts of 8,000 tokens arrive. The same requests with whole
-# prompts, with chunks of 512, and with four more cards that prefill. A step's time is the roofline's, so this is simulated:
+# prompts, with chunks of 512, and with four more cards that prefill. A step's time is the roofline's at data-sheet peaks, so this is simulated, and a prompt
+# takes half the time that the planner gives it below, which counts what matrix products reach:
 
 # %%
 played = experiments.interference()
@@ -367,9 +370,9 @@ receipts.splits(guess_prefill)
 
 # %% [markdown]
 # Apart, one replica decodes everybody's tokens in one large batch and reads its weights once, where each of several
-# replicas reads its own. Together, no card waits for the other kind of work, and weights are held by fewer cards. A mean
-# TPOT hides what a prompt does to it: the *longest gap* shows it. If that is your limit, as for speech, split, or use small
-# chunks.
+# replicas reads its own. Together, no card waits for the other kind of work; both ways hold the weights four times here. A
+# mean TPOT hides what a whole prompt between two steps does to it: the *longest gap* shows it. If that is your limit, as
+# for speech, split, or use small chunks.
 #
 # ## Break it
 #
@@ -453,9 +456,11 @@ show(figures.split_or_together)
 receipts.where_the_split_loses()
 
 # %% [markdown]
-# Cards of two kinds come in whole numbers, the cache of the cards that prefill holds prompts only, and weights are held
-# twice. A rate that changes from hour to hour wants another division each time. The split earns its keep at many cards, long
-# prompts and tight limits.
+# Cards of two kinds come in whole numbers, and the cache of the cards that prefill holds prompts only. A rate that changes
+# from hour to hour wants another division each time. And a prompt that alone takes most of the limit on TTFT leaves no time
+# to wait, so the cards that prefill are idle for much of the time: at 8,000 tokens the split loses, and under a looser
+# limit it would win. It earns its keep with many cards, a tight limit on TPOT or on the longest gap, and prompts that are
+# quick beside their limit.
 #
 # ## The same in production
 #
@@ -465,7 +470,7 @@ receipts.where_the_split_loses()
 # | stages | `serve --pp 2` | vLLM `--pipeline-parallel-size 2` |
 # | prefill and decode apart | `serve --prefill 1 --decode 1` | vLLM: two instances and a KV connector, [experimental in 0.9.0](https://docs.vllm.ai/en/v0.9.0/features/disagg_prefill.html); SGLang `--disaggregation-mode prefill`, and `decode` |
 # | who carries keys | `Group`, point to point | [NIXL](https://github.com/ai-dynamo/nixl), [Mooncake's transfer engine](https://github.com/kvcache-ai/Mooncake); [SGLang has both](https://docs.sglang.io/docs/advanced_features/pd_disaggregation) |
-# | who allocates first | the side that decodes | the same: [Dynamo 0.7.1](https://docs.nvidia.com/dynamo/v-0-7-1/design-docs/architecture-flow) allocates blocks on the decode worker, then queues the prefill with their ids |
+# | who allocates first | the side that decodes | the same in [Dynamo 0.7.1](https://docs.nvidia.com/dynamo/v-0-7-1/design-docs/architecture-flow), which then queues the prefill with the blocks' ids; in [0.9.1](https://docs.nvidia.com/dynamo/v-0-9-1/design-docs/architecture-flow) prefill goes first and the decode worker fetches, so the side that prefills holds blocks until then |
 # | which cards | `plan --serve --rate R` | profiled beforehand, as DistServe's placement is |
 #
 # Pages as of 2026. Mooncake is described by [Qin et al. 2024](https://arxiv.org/abs/2407.00079).
@@ -513,8 +518,9 @@ design.interview()
 # **4. What is handed over, and how is it hidden?**
 # <details><summary>Answer</summary>
 #
-# Keys and values of the prompt, less the blocks that the other side has cached, and the first token. Layer by layer, so that
-# only the last layer's transfer is seen, if the link takes no longer than prefill.
+# Keys and values of the prompt, less the blocks that the other side has cached; and the first token, if it is sampled where
+# the prompt was computed (here the decoding side computes the last token of the prompt and samples). Layer by layer, so
+# that only the last layer's transfer is seen, if the link takes no longer than prefill.
 # </details>
 #
 # **5. Why must the side that decodes allocate first?**

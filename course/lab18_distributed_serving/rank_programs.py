@@ -58,13 +58,15 @@ class Token:
     @classmethod
     def draw(cls, world_size: int) -> "Token":
         kv_heads = {1: 4, 3: 3}.get(world_size, 2 * world_size)  # on a rank: four, one or two
-        per_head, d = random.randint(2, 3), random.choice((2, 3))
+        per_head, d = 2 + world_size % 2, random.choice((2, 3))
         h, f, tokens = random.randint(5, 9), world_size * random.randint(2, 4), random.randint(3, 9)
         q, kv = kv_heads * per_head * d, kv_heads * d
         shapes = ((q, h), (kv, h), (kv, h), (h, q), (f, h), (f, h), (h, f))
         layer = LayerPart(*(torch.randn(shape, dtype=torch.float64) for shape in shapes), d)
-        cached = [torch.randn(kv_heads, tokens, d, dtype=torch.float64) for _ in range(2)]
-        return cls(world_size, torch.randn(h, dtype=torch.float64), *cached, layer)
+        keys, values = (torch.randn(kv_heads, tokens, d, dtype=torch.float64) for _ in range(2))
+        if world_size == 3:
+            keys *= 1e5  # scores whose exponential no float64 holds
+        return cls(world_size, torch.randn(h, dtype=torch.float64), keys, values, layer)
 
     def part(self, rank: int) -> tuple[Tensor, Tensor, Tensor, LayerPart]:
         """What one rank is given."""

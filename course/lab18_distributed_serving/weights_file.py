@@ -30,7 +30,7 @@ class WeightsFile:
         return part
 
     @classmethod
-    def draw(cls, world_size: int, kv_heads: int) -> "tuple[WeightsFile, dict[str, str]]":
+    def draw(cls, world_size: int, kv_heads: int, dtype: torch.dtype) -> "tuple[WeightsFile, dict[str, str]]":
         """A small model's matrices and how each is cut."""
         n, d = world_size, random.randint(2, 3)
         h, vocab = n * random.randint(2, 3), n * random.randint(3, 5) - random.randint(0, n - 1)
@@ -41,7 +41,8 @@ class WeightsFile:
             "up": (inner, h, ROWS), "down": (h, inner, COLUMNS),
         }  # fmt: skip
         names = random.sample(list(shapes), len(shapes))
-        return cls({name: torch.randn(shapes[name][:2]) for name in names}), {name: shapes[name][2] for name in names}
+        tensors = {name: torch.randn(shapes[name][:2]).to(dtype) for name in names}
+        return cls(tensors), {name: shapes[name][2] for name in names}
 
     def part(self, name: str, kind: str, kv_heads: int, rank: int, n: int) -> Tensor:
         """What a rank holds, cut from the whole matrix."""
@@ -51,7 +52,7 @@ class WeightsFile:
         if kind == KV:
             return whole.unflatten(0, (kv_heads, -1))[list(heads_of(kv_heads, n, rank))].flatten(0, 1)
         if kind == WORDS:
-            padded = torch.zeros(-(-len(whole) // n) * n, whole.shape[1])
+            padded = whole.new_zeros(-(-len(whole) // n) * n, whole.shape[1])
             padded[: len(whole)] = whole
             return padded.chunk(n)[rank]
         return whole.chunk(n, 0 if kind == ROWS else 1)[rank]
