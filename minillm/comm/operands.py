@@ -71,6 +71,8 @@ def checked_splits(
     """Both as lists; ValueError unless an all-to-all of x can have these splits."""
     if output_splits is None or input_splits is None:
         part_shape(x, world_size, "all_to_all")
+    if output_splits is None and input_splits is None:
+        return None, None
     for what, sizes in (("output_splits", output_splits), ("input_splits", input_splits)):
         if sizes is not None and (len(sizes) != world_size or min(sizes) < 0):
             raise ValueError(f"{what} {list(sizes)} must be the rows, 0 or more, of each of {world_size} ranks")
