@@ -360,8 +360,9 @@ receipts.fullest(fullest)
 # %% [markdown]
 # The mean load is the same in all four. So the number to watch is max / mean, per rank and per layer, and there are
 # three remedies: balance the router (above), pack experts to ranks by their load, or hold hot experts twice. The last
-# two are what servers do, since their routers are trained already: `minillm/predict/training/expert_placement.py`
-# follows [DeepSeek's EPLB](https://github.com/deepseek-ai/EPLB).
+# two are what servers do, since their routers are trained already:
+# [DeepSeek's EPLB](https://github.com/deepseek-ai/EPLB) packs, and gives a further slot to whichever expert has the most
+# load per slot.
 #
 # ## Break it: whose average?
 #

@@ -4,8 +4,6 @@
 2. `dispatch.py`: the two all-to-alls of a layer, and the order of rows
 3. `exchange.py`: an all-to-all of unequal parts inside the graph, behind which other work can hide
 4. `nodes.py`: two levels, for links between nodes that are slower than those inside
-
-Aside: `minillm/predict/training/expert_placement.py`, which expert lives where, and replicas of hot ones.
 """
 
 from minillm.parallel.expert_parallel.dispatch import ExpertDispatch
