@@ -53,6 +53,12 @@ mistake(
 )
 mistake(
     "stage-step",
+    "gradient-into-the-output",
+    {"torch.empty_like(y)": "y"},
+    expect="the gradient is wrong|modified by an inplace",
+)
+mistake(
+    "stage-step",
     "a-buffer-of-float64",
     {"torch.empty_like(y)": "torch.empty(y.shape, dtype=torch.float64)"},
     expect="float32",

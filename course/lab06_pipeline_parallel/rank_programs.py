@@ -60,14 +60,17 @@ class Staged:
 
 
 class Part(nn.Module):
-    """One stage: tanh(x @ weight). Knows which of its outputs' graphs are still alive, without keeping them so."""
+    """One stage: tanh(x @ weight). Knows which of its outputs' graphs are still alive, without keeping them so.
+
+    What it returns is what its backward reads, so an output that is overwritten shows in the gradient.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight, self.graphs = nn.Parameter(weight.clone()), weakref.WeakSet()
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Watch.apply(torch.tanh(x @ self.weight), self.graphs)
+        return torch.tanh(_Watch.apply(x @ self.weight, self.graphs))
 
 
 class _Watch(torch.autograd.Function):
