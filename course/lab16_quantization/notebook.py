@@ -136,7 +136,7 @@ receipts.bytes_of_formats(guess_bits)
 receipts.error_of_rounding(guess_bit_db)
 
 # %% [markdown]
-# The same for groups. Smaller groups lower the error and raise the bits. Is a bit better spent on codes or on scales?
+# Smaller groups lower the error and raise the bits. Is a bit better spent on codes or on scales?
 
 # %%
 measured_noise = experiments.noise_by_group(figures.GROUPS)
@@ -560,8 +560,6 @@ receipts.peer()
 # [torchao](https://github.com/pytorch/ao), [llm-compressor](https://github.com/vllm-project/llm-compressor).
 #
 # ## On a GPU
-#
-# Quantize a checkpoint of your own, and compare:
 #
 # ```bash
 # python -m minillm quantize --model $DIR --method awq --bits 4 --group 128 --out $NEW
