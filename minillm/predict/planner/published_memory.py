@@ -4,9 +4,9 @@
     device      what nvidia-smi shows: that, and the context, communicators and libraries of the planner's clusters
 
 What a source's code holds beside the planner's bytes is derived from that code (`training_codes.py`). Its terms were
-found with the first 15 rows in view; the other rows of BLOOM's table came after them. What is left, the note says. Left
-out: runs whose layout `Layout` cannot say (torchtitan's recomputation of every second product), and sources that print
-neither the model nor what the number counts.
+found with these rows in view, so no row was held back; no number in them was chosen by a row. What is left, the note
+says. Left out: runs whose layout `Layout` cannot say (torchtitan's recomputation of every second product), and sources
+that print neither the model nor what the number counts.
 """
 
 from collections.abc import Callable
