@@ -20,9 +20,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from course.kit import course
 from course.kit.answers import Answers, _Unchecked, names_of
+from course.lab08_expert_parallel import experiments_training
 from minillm.comm import launch
 from tests.engine.node.launching import all_launches_on_a_node
 from tests.engine.node.node import pretend_node
@@ -98,6 +100,13 @@ def test_a_claim_of_a_lab_holds_beside_gpus(lab: str) -> None:
         with pretend_node():
             told(found[name], name)
     forget_measurements()
+
+
+def test_text_of_lab_08_is_where_its_model_is() -> None:
+    with pretend_node() as node:
+        node.makes_on = torch.device("cuda:0")
+        order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
+        assert experiments_training.text.__wrapped__()[order[:16]].device == node.makes_on
 
 
 @pytest.mark.parametrize("lab", ON_RANKS)

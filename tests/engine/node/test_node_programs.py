@@ -68,7 +68,6 @@ LAYOUTS = [
     ParallelConfig(dp=2, zero=2),
     ParallelConfig(dp=2, zero=3),
     ParallelConfig(tp=2, sequence=True),
-    ParallelConfig(cp=2),
     ParallelConfig(pp=2, accumulate=2),
 ]
 
