@@ -69,7 +69,7 @@ mistake(
     "decode-layer",
     "two query heads to a kv head",
     {".view(len(keys), -1, d)": ".view(-1, 2, d)"},
-    expect="rank . of 3 raised",
+    expect="is invalid for input",
 )
 mistake(
     "decode-layer",
