@@ -19,6 +19,8 @@ ATTACKED = (
 PENDING = (
     *("top-k-error-feedback", "stage-step", "tied-embedding"),
     *("plan-for-64", "hybrid-step"),
+    *("ring-all-gather", "tree-broadcast", "all-to-all"),
+    *("parallel-attention", "vocabulary-embedding", "vocabulary-cross-entropy"),
 )
 VERDICTS = ("equivalent", "allowed", "forbidden")
 
