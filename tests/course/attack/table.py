@@ -19,8 +19,7 @@ ATTACKED = (
 PENDING = (
     *("top-k-error-feedback", "stage-step", "tied-embedding"),
     *("plan-for-64", "hybrid-step"),
-    *("ring-all-gather", "tree-broadcast", "all-to-all"),
-    *("parallel-attention", "vocabulary-embedding", "vocabulary-cross-entropy"),
+    *("ring-all-gather", "tree-broadcast", "vocabulary-cross-entropy"),
 )
 VERDICTS = ("equivalent", "allowed", "forbidden")
 
