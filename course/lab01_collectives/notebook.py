@@ -488,7 +488,7 @@ receipts.diagnosis(bad_rank, culprit, table, circle)
 # %% [markdown]
 # ## The same in production
 #
-# The same five operations in `torch.distributed`, on the same ranks and the same wire, with gloo (the CPU backend).
+# The same five operations in `torch.distributed` on the same wire, with gloo (the CPU backend).
 
 # %%
 print(inspect.getsource(experiments.torch_wire))
@@ -496,15 +496,14 @@ receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 
 # %% [markdown]
 # One row is off, and the formula is not to blame: on gloo torch implements `reduce_scatter_tensor` as an all-reduce and
-# discards most of the result ([pytorch PR 118911](https://github.com/pytorch/pytorch/pull/118911)), so it sends twice the
-# bytes. NCCL does not. Sharded training measured on CPU therefore needs a ring of
-# its own, as minillm's groups have.
+# discards most of the result ([pytorch PR 118911](https://github.com/pytorch/pytorch/pull/118911)). NCCL does not.
+# Sharded training on a CPU needs a ring of its own, as minillm's groups have.
 #
 # NCCL chooses ring, tree or in-network reduction by size and topology. `NCCL_DEBUG=INFO` prints the rings it built,
 # [`NCCL_ALGO=Ring`](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-algo), `Tree` or `NVLS` forces
 # one, and [nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md) reports *bus bandwidth*:
-# for an all-reduce $P$ / time times $2(N-1)/N$, which is what a ring's link carries, so that it can be compared with the
-# link's speed for any $N$. For a reduce-scatter or an all-gather the factor is $(N-1)/N$.
+# for an all-reduce $P$ / time times $2(N-1)/N$, what a ring's link carries, to compare with the link's speed. For a
+# reduce-scatter or an all-gather the factor is $(N-1)/N$.
 #
 # ## Common claims
 #
@@ -529,7 +528,7 @@ receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 #
 # ## Interview corner
 #
-# The numbers first, all by the formulas you have just checked. Say your answer aloud before you open one.
+# The numbers first. Say your answer aloud before you open one.
 
 # %%
 receipts.interview_numbers()

@@ -154,7 +154,8 @@ dispatch, combine = check("sort-by-expert", (dispatch, combine))
 # dropped? GShard ([Lepikhin et al. 2020](https://arxiv.org/abs/2006.16668)) serves all first choices before any second
 # one. [Megatron Core](https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/README.md) drops
 # nothing by default; given a capacity factor, it keeps the highest probabilities (`--moe-token-drop-policy probs`). In
-# both, a later token can take an earlier one's place, which a model that generates must not allow. So here: in the order of the tokens, and within a token in the order of its choices.
+# both, a later token can take an earlier one's place, which a model that generates must not allow. So here: in the order
+# of tokens, within a token of its choices.
 
 
 # %%
@@ -215,9 +216,8 @@ balance = check("balance-loss", balance)
 # %% [markdown]
 # ## A router collapses
 #
-# An expert that is chosen learns; one that learns is chosen. Nothing else is needed. A model of 2 layers with 8 experts
-# each, top 2, learns the bytes of Python's standard library for 80 steps, three times: with nothing, with the balance
-# loss, and with DeepSeek-V3's bias ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), §2.1.2). The bias needs no
+# An expert that is chosen learns; one that learns is chosen. A model of 2 layers with 8 experts each, top 2, learns the
+# bytes of Python's standard library for 80 steps, three times: with nothing, with the balance loss, and with DeepSeek-V3's bias ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), §2.1.2). The bias needs no
 # loss: after a step it rises a little for each expert that had fewer tokens than the mean and falls for the others.
 #
 # The training loop:
@@ -234,8 +234,8 @@ receipts.collapse(trainings)
 
 # %% [markdown]
 # Four times the mean is the worst there is for top 2 of 8. Without balancing the router comes close to it within a few
-# steps: two experts take most pairs, and some are dead weight. Both cures bring all experts back. They differ in what
-# they cost: the loss pulls on the router's weights and so could compete with the task; the bias pulls on nothing, but
+# steps: two experts take most pairs. Both cures bring all experts back. They differ in
+# cost: the loss pulls on the router's weights and so could compete with the task; the bias pulls on nothing, but
 # overshoots when its step is large (the flicker in the picture; DeepSeek's step is 0.001 over a few hundred thousand
 # steps, the one here 0.01 over 80). The second row says what balance costs in the loss: no more than another seed
 # changes, in either direction.
