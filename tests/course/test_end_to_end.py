@@ -68,10 +68,11 @@ def test_the_story_runs_to_its_end(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     told = done.stdout
-    ours, theirs = re.findall(r"^def .*", told, re.MULTILINE)[:2]
-    assert ours == theirs  # minillm's and transformers' tokens of the exported model
+    ours, theirs = re.findall(r"^class Parser:.*(?:\n .*)*", told, re.MULTILINE)
+    assert ours == theirs  # minillm's and transformers' text of the exported model
     story = tmp_path / "story"
-    assert sorted(path.name for path in story.iterdir()) == ["adapter", "model", "model-int8", "runs", "server.log", "zen.txt"]
+    made = ["adapter", "model", "model-int8", "runs", "server.log", "zen.txt"]
+    assert sorted(path.name for path in story.iterdir()) == made
     assert "zen: Beautiful is' better than ugly." in told  # what the adapter has learnt, beside the quantized base
     assert "Finished server process" in told
     assert re.search(r"^ *20(\.0)? .* 20 ", told, re.MULTILINE), told[-2000:]
