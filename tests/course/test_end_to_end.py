@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "end_to_end.md"
 SCRIPT = ROOT / "recipes" / "end_to_end.sh"
 MINIATURE = {  # as printed: as run here
+    "--out model-int8 --report": "--out model-int8",
     "--steps 120 --save-every 20": "--steps 12 --save-every 3",
     "--rate 4,16,64 --requests 60": "--rate 20 --requests 20",
 }
