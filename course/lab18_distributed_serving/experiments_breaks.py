@@ -82,8 +82,8 @@ def _with_blocks(events: list[Event], early: bool, second: bool) -> list[Event]:
     order = blocks + random.sample(blocks, 2)
     wrong = (random.choice((6, 7)) if second else random.randrange(6)) if early else None
     for number, block in enumerate(order):
-        whats = ("sending", "freed", "sent") if number == wrong else ("sending", "sent", "freed")
-        for what in whats:
+        forms = ("sending", "freed", "sent") if number == wrong else ("sending", "sent", "freed")
+        for what in forms:
             place = random.randint(place, min(len(found), place + 4))
             found.insert(place, (what, block))
             place += 1
