@@ -555,7 +555,7 @@ receipts.peer()
 # | a cache in 8 bits | `LLM(model, kv_dtype="int8")` | vLLM `--kv-cache-dtype fp8` |
 # | 2:4 | `minillm/quantize/prune.py` | torch `to_sparse_semi_structured` |
 #
-# Sources, 2026: [vLLM](https://docs.vllm.ai/en/latest/features/quantization/),
+# Sources: [vLLM](https://docs.vllm.ai/en/latest/features/quantization/),
 # [transformers 5](https://huggingface.co/docs/transformers/quantization/overview),
 # [torchao](https://github.com/pytorch/ao), [llm-compressor](https://github.com/vllm-project/llm-compressor).
 #

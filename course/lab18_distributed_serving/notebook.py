@@ -303,6 +303,8 @@ show(behind_layers)
 receipts.hidden(handed, guess_hidden)
 
 # %% [markdown]
+# Slower cores hide less: each layer also pays for starting its message, a millisecond or more here.
+#
 # Computing the prompt again on the other side costs no link. Which is sooner depends on both; move the sliders:
 
 # %%

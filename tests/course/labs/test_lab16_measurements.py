@@ -38,7 +38,7 @@ def test_design_of_one_card_has_the_numbers_of_its_answer():
     assert said(r"keys and values are (\d+) kB in 16 bits") == (round(plans["4 bits, 16 bits"].per_token / 1e3),)
     assert said(r"are (\d+) kB: five") == (round(small.per_token / 1e3),)
     assert (plans["4 bits, 16 bits"].sequences, small.sequences) == (2, 5)
-    milliseconds, tokens = said(r"five full caches: ([\d.]+) ms at 3.35 TB/s, so (\d+) tokens")
+    milliseconds, tokens = said(r"five full caches: ([\d.]+) ms at 3.35 TB/s, (\d+) tokens")
     assert milliseconds == pytest.approx(small.step * 1e3, abs=0.05) and tokens == int(1 / small.step)
     read = small.step * formulas.H100_8B.bandwidth
     assert said(r"caches are (\d+) % of") == (round(100 * 5 * 32768 * small.per_token / read),)
@@ -46,7 +46,7 @@ def test_design_of_one_card_has_the_numbers_of_its_answer():
 
 def test_design_of_day_and_night_has_the_numbers_of_its_answer():
     day, night = [(2048, 1)] * 8, [(0, 2048)]
-    four, eight = said(r"4-bit weights make it ([\d.]+) times shorter, 8 bits ([\d.]+) times")
+    four, eight = said(r"4-bit weights make the step ([\d.]+) times shorter, 8 bits ([\d.]+) times")
     for told, cost in ((four, formulas.FOUR), (eight, formulas.EIGHT)):
         assert told == pytest.approx(formulas.PLAIN.step(day) / cost.step(day), abs=0.05)
     faster = [formulas.PLAIN.step(night) / cost.step(night) for cost in (formulas.FOUR, formulas.EIGHT)]
@@ -58,18 +58,10 @@ def test_limits_of_the_speedup_are_those_that_the_interview_names():
     bits = predict.bits_per_weight(4, 128)
     assert full == int(predict.batch_of_full_speedup(bits, *speed.H100))
     assert none == math.ceil(predict.batch_without_speedup(16, *speed.H100))
-    assert said(r"is ([\d.]+) times \(section 4\)") == (
-        round(16 / predict.cache_bits_per_number(8, 128, scale_bits=32), 2),
-    )
 
 
 def test_the_head_in_16_bits_gives_the_other_pair_of_numbers():
-    all_, batch, kept, knee = said(
-        r"in 4.125 bits: ([\d.]+) times, up to (\d+) seq.* in 16 bits, .*: ([\d.]+) times, up to (\d+) sequences. "
-    )
-    bits = predict.bits_per_weight(4, 128)
-    assert all_ == round(predict.speedup(1, bits, 16, *speed.H100), 2)
-    assert batch == int(predict.batch_of_full_speedup(bits, *speed.H100))
+    kept, knee = said(r"output head in 16 bits, as most 4-bit models do: ([\d.]+) times, up to (\d+) sequences")
     assert kept == pytest.approx(formulas.PLAIN.step([(0, 1)]) / formulas.FOUR.step([(0, 1)]), abs=0.005)
     assert knee == int(formulas.knee(formulas.FOUR))
 
@@ -91,9 +83,8 @@ def test_knees_are_on_the_grid_of_the_figure():
 def test_what_a_bit_gains_in_smaller_groups_is_what_the_text_says():
     points = experiments.noise_by_group((256, 128, 64, 32))["int4"]
     gains = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(points)]
-    assert said(
-        r"gains ([\d.]+) dB for each bit that it adds, from 128 to 64 ([\d.]+) dB, from 64 to 32 ([\d.]+) dB"
-    ) == (pytest.approx(gains, abs=0.06))
+    (bit,) = said(r"from 128 to 64 about as much as a bit of the codes, ([\d.]+) dB, from 64 to 32 half of it")
+    assert gains[0] > gains[1] == pytest.approx(bit, abs=0.5) and gains[2] == pytest.approx(bit / 2, abs=0.5)
 
 
 def test_planted_outliers_change_nothing_but_the_rounding():

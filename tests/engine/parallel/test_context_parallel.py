@@ -152,4 +152,4 @@ def test_bad_input_is_one_sentence():
     with pytest.raises(ValueError, match="order='spiral' must be one of contiguous, zigzag"):
         local_positions(16, 0, 2, "spiral")
     with pytest.raises(Exception, match="3 heads do not divide over 2 ranks of Ulysses attention"):
-        launch(lambda group: UlyssesAttention(group)(*[torch.randn(1, 3, 4, 2)] * 3), 2)
+        launch(lambda group: UlyssesAttention(group)(*[torch.randn(1, 3, 4, 2)] * 3, positions=torch.arange(4)), 2)
