@@ -221,7 +221,8 @@ receipts.placement(runs)
 show(figures.draw_placement, runs=runs)
 
 # %% [markdown]
-# Both seatings send the same bytes, which the ledger counts to the last one:
+# The formula adds the links' seconds to a step measured without them, so a row can be off where ranks share cores. Both
+# seatings send the same bytes, which the ledger counts to the last one:
 
 # %%
 receipts.by_axis(runs)

@@ -254,6 +254,8 @@ EXPLAINED = {  # rows that may be off in stored solutions, with what their lab's
 }
 for _row in ("tp 4: step; 7.9", "dp 2, tp 2: step; 3.6", "pp 2, tp 2: step; 3.2"):  # on fewer cores than ranks
     EXPLAINED["09_four_dimensions", f"{_row} MB sent by all"] = "rank computes while another waits for its message"
+for _row in ("tp inside", "tp across", "pp 2, tp 2: tp across / tp inside, times"):
+    EXPLAINED["09_four_dimensions", _row] = "a row can be off where ranks share cores"
 
 
 def test_every_off_row_that_is_stored_is_explained_in_the_text():
