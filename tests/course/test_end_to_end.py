@@ -76,7 +76,7 @@ def test_the_story_runs_to_its_end(tmp_path):
     assert sorted(path.name for path in story.iterdir()) == made
     assert "zen: Beautiful is' better than ugly." in told  # what the adapter has learnt, beside the quantized base
     assert "Finished server process" in told
-    assert re.search(r"^ *20(\.0)? .* 20 ", told, re.MULTILINE), told[-2000:]
+    assert "20 of 20" in told  # requests that the server answered under load
     again = subprocess.run(
         ["bash", SCRIPT, "story"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
