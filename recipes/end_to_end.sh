@@ -5,6 +5,7 @@ page=$(cd "$(dirname "$0")/.." && pwd)/docs/end_to_end.md
 folder=${1:-story}
 mkdir "$folder" || { echo "Name a folder that is not there yet: bash $0 FOLDER" >&2; exit 2; }
 cd "$folder"
-trap 'jobs -p | xargs -r kill 2>/dev/null || true' EXIT # a server that is still there when a command fails
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # a server that is still there when a command fails
+commands=$(sed -n '/^```bash$/,/^```$/{/^```/d;p;}' "$page")
 set -x
-source <(sed -n '/^```bash$/,/^```$/{/^```/d;p}' "$page")
+eval "$commands"

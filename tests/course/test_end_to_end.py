@@ -41,9 +41,16 @@ def test_every_step_of_the_page_has_commands_that_bash_reads_and_an_output():
     assert all(page.count(printed) == 1 for printed in MINIATURE)
 
 
+def _leads_into(link, folder):
+    try:
+        return link.resolve().is_relative_to(folder)
+    except OSError:
+        return False  # it has ended
+
+
 @pytest.mark.full
 def test_the_story_runs_to_its_end(tmp_path):
-    if missing := [name for name in ("bash", "curl", "xargs") if not shutil.which(name)]:
+    if missing := [name for name in ("bash", "curl") if not shutil.which(name)]:
         pytest.skip(f"{', '.join(missing)} not installed")
     clone = tmp_path / "clone"
     for path in (PAGE, SCRIPT):
@@ -77,6 +84,8 @@ def test_the_story_runs_to_its_end(tmp_path):
     assert "zen: Beautiful is' better than ugly." in told  # what the adapter has learnt, beside the quantized base
     assert "Finished server process" in told
     assert "20 of 20" in told  # requests that the server answered under load
+    left = [path for path in Path("/proc").glob("[0-9]*/cwd") if _leads_into(path, tmp_path)]
+    assert not left  # nor did a rank outlive the SIGKILL of its run
     again = subprocess.run(
         ["bash", SCRIPT, "story"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
