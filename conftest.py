@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent
 # The notebooks of `make test`: two labs as handed out, five solutions. `make full` has the other solutions.
 LABS = ("14", "21")
 SOLUTIONS = ("00", "03", "13", "14", "20")
+LABS_DRAWN = 6  # one in so many of the other labs; their solutions run the same cells
 APART = ("tests/bench/", "tests/course/exercises/", "tests/engine/oracle/", "tests/browser/")
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -78,17 +79,26 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Most notebooks belong to `make full`: all solutions, and of labs as handed out a third, drawn anew each time."""
-    notebooks = [item for item in items if item.path.suffix == ".ipynb"]
-    for item in notebooks:
-        if item.path.name[:2] not in (LABS if item.path.parent.name == "labs" else SOLUTIONS):
-            item.add_marker(pytest.mark.full)
+    """Most notebooks belong to `make full`: all solutions, and some of the labs as handed out. Of `full` tests that are
+    marked `drawn(n)`, in a function's cases or in a module, one in n is kept."""
+    draws = {}  # (where, n): {what is drawn: its items}
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            is_lab = item.path.parent.name == "labs"
+            if item.path.name[:2] not in (LABS if is_lab else SOLUTIONS):
+                item.add_marker(pytest.mark.full)
+                if is_lab:
+                    draws.setdefault(("labs", LABS_DRAWN), {}).setdefault(str(item.path), []).append(item)
+        elif item.get_closest_marker("full"):
+            for node, mark in item.iter_markers_with_node("drawn"):
+                draws.setdefault((node.nodeid.partition("[")[0], *mark.args), {})[item.nodeid] = [item]
     if os.environ.get("MINILLM_PROOF") == "all" or _names_a_file(config):
         return
-    labs = {item.path for item in notebooks if item.path.parent.name == "labs"}
-    rest = sorted(path for path in labs if path.name[:2] not in LABS)
-    kept = random.Random(os.environ["MINILLM_SEED"]).sample(rest, -(-len(rest) // 3))
-    items[:] = [item for item in items if item.path not in rest or item.path in kept]
+    left_out = set()
+    for (where, n), cases in draws.items():
+        kept = random.Random(f"{os.environ['MINILLM_SEED']} {where}").sample(sorted(cases), -(-len(cases) // n))
+        left_out |= {item for case in cases.keys() - set(kept) for item in cases[case]}
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,10 @@
-"""Every claim of every lab's receipts holds on this machine: what the tour prints, but for what depends on time."""
+"""Every claim of every lab's receipts holds on this machine: what the tour prints, but for what depends on time.
+
+A solution is executed strictly and shows most of them: `make full` asks those here that no notebook shows.
+"""
+
+import os
+import re
 
 import pytest
 
@@ -6,7 +12,13 @@ from course.commands.tour import tour
 from course.kit import course
 
 pytestmark = pytest.mark.full
-CLAIMS = [(lab, claim) for lab in course.numbers("receipts") for claim in course.load("receipts", lab).CLAIMS]
+MASTERS = {name[:2]: path.read_text(encoding="utf-8") for name, path in course.masters(course.home()).items()}
+CLAIMS = [
+    (lab, claim)
+    for lab in course.numbers("receipts")
+    for claim in course.load("receipts", lab).CLAIMS
+    if os.environ.get("MINILLM_PROOF") == "all" or not re.search(rf"\b{claim.__name__}\(", MASTERS[lab])
+]
 ATTEMPTS = 3  # others on the machine can only disturb a measurement
 
 

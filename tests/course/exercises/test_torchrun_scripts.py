@@ -38,6 +38,7 @@ def finish(process):
     return out
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("script", EACH)
 def test_three_worlds_give_one_receipt(script, start):
     alone = finish(start(sys.executable, script))
@@ -51,6 +52,7 @@ def test_three_worlds_give_one_receipt(script, start):
     assert sorted(map(finish, agents)) == ["", alone]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("script", EACH)
 def test_unsolved_script_says_so(script, start):
     unsolved = ROOT / "labs" / "torchrun" / script.name

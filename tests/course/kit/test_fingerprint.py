@@ -225,6 +225,7 @@ def unedited():
 
 
 @pytest.mark.full
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("file", "old", "new", "stale"),
     [

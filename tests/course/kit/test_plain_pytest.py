@@ -74,3 +74,14 @@ def test_what_failed_is_drawn_again(run, tmp_path):
         _, printed = run("-o", f"cache_dir={tmp_path / 'cache'}", *options, drawn)
         seeds.append(re.search(r"ValueError: seed (\d+)", printed)[1])
     assert seeds[0] == seeds[1]
+
+
+def test_of_what_is_marked_drawn_a_part_runs_unless_the_file_is_named(run, tmp_path):
+    case = "import pytest\n\n@pytest.mark.full\n@pytest.mark.drawn(3)\n@pytest.mark.parametrize('n', range(7))\n"
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_cases.py").write_text(
+        f"{case}def test_case(n):\n    pass\n\ndef test_quick():\n    pass\n"
+    )
+    for arguments, passed in ((("tests", "-m", "full"), 3), (("tests",), 1), (("tests/test_cases.py",), 8)):
+        status, printed = run(*arguments)
+        assert status == 0 and f"{passed} passed" in printed, printed

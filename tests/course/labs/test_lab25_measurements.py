@@ -74,6 +74,7 @@ def test_bugs_hide_on_some_inputs_and_show_on_others():
 
 @pytest.mark.full
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "exercise", ["bias-relu", "softmax-rows", "norm-kernels", "matmul-tiles", "between-products", "paged-decode"]
 )

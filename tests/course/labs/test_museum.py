@@ -2,6 +2,8 @@
 afterwards."""
 
 import itertools
+import os
+import random
 from dataclasses import replace
 
 import pytest
@@ -19,6 +21,8 @@ from minillm.train.parallel_config import ParallelConfig
 
 TWO_SHARDS = Scene(ParallelConfig(dp=2, zero=1))
 MORE_SEEDS = range(1, 20)
+if os.environ.get("MINILLM_PROOF") != "all":
+    MORE_SEEDS = random.Random(int(os.environ["MINILLM_SEED"])).sample(MORE_SEEDS, 4)
 ON_TWO_RANKS = [n for n, its in EXHIBITS.items() if isinstance(its.run, Run) and its.run.scene.layout.world_size == 2]
 OTHERS = [name for name in EXHIBITS if name not in ON_TWO_RANKS]
 
@@ -53,13 +57,13 @@ def test_fault_looks_right_and_leaves_its_trace(name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", EXHIBITS)
-def test_nineteen_more_seeds_and_every_repair(name):
-    """minillm's own code leaves no trace. Each wrong fix fails in a way of its own, so that the sentence that a learner
-    reads is that of the repair that they have tried."""
+def test_more_seeds_and_every_repair(name):
+    """Four more, or nineteen with MINILLM_PROOF=all. minillm's own code leaves no trace. Each wrong fix fails in a way
+    of its own, so that the sentence that a learner reads is that of the repair that they have tried."""
     exhibit = EXHIBITS[name]
     own = exhibit.repaired([sound(fault.target) for fault in exhibit.faults])
     repairs = {"own": own} | {fix.label: exhibit.repaired(fix.code) for fix in exhibit.wrong_fixes}
-    jobs = [(exhibit.faults, seed) for seed in MORE_SEEDS] + [(patches, MORE_SEEDS[0]) for patches in repairs.values()]
+    jobs = [(exhibit.faults, seed) for seed in MORE_SEEDS] + [(patches, 1) for patches in repairs.values()]
     records = exhibit.runs(jobs)
     shown = [looks_right_and_leaves_its_trace(exhibit, record) for record in records[: len(MORE_SEEDS)]]
     assert [seed for seed, ok in zip(MORE_SEEDS, shown, strict=True) if not ok] == []

@@ -41,6 +41,7 @@ def test_serving_row_is_found_again(name):
 
 
 @pytest.mark.full
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", TRAINING)
 def test_training_row_is_found_again(name):
     assert found([name]) == {name: notices.load()[name]}

@@ -73,6 +73,7 @@ BACKENDS = [make_strategy, pytest.param(make_nccl_like_strategy, marks=pytest.ma
 backends = pytest.mark.parametrize("strategy", BACKENDS, ids=["gloo", "nccl_like"])
 
 
+@pytest.mark.drawn(3)
 @backends
 @pytest.mark.parametrize("layouts", [TWO, pytest.param(FOUR, marks=pytest.mark.full)], ids=["two ranks", "four"])
 def test_adapters_in_any_layout_equal_one_process(layouts, strategy):
@@ -80,6 +81,7 @@ def test_adapters_in_any_layout_equal_one_process(layouts, strategy):
     assert [row for row in rows if not row.ok] == []
 
 
+@pytest.mark.drawn(3)
 @backends
 @pytest.mark.parametrize("layouts", [TWO, pytest.param(FOUR, marks=pytest.mark.full)], ids=["two ranks", "four"])
 def test_so_do_adapters_beside_codes(layouts, strategy):

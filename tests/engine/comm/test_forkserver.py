@@ -23,6 +23,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.full
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seconds", [0.1, 1.5])
 def test_an_interrupt_of_the_whole_group_shows_no_traceback_of_helpers(tmp_path, seconds):
     file = tmp_path / "program.py"

@@ -498,6 +498,7 @@ def test_interrupted_while_ranks_start(tmp_path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("method", ["results", "_watch", "_end_ranks", "_forget_ranks", "_show_output"])
 def test_interrupted_in_any_step(method, tmp_path) -> None:
     """Also where it begins to clean up: ranks left running would keep their launcher for ever."""

@@ -112,6 +112,7 @@ def test_no_thread_of_gloo_outlives_the_launch(tmp_path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("host", [True, False])
 def test_the_survivors_of_a_lost_node_name_its_ranks(host, tmp_path) -> None:
     """One of two nodes is killed: the ranks of the other end with a sentence, and without a traceback of ours. They see
@@ -167,6 +168,7 @@ def listens_on(port: int, node: subprocess.Popen) -> bool:
 
 
 @pytest.mark.full
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("place", [("127.0.0.1", None), ("no-such-machine.invalid", "29500"), ("127.0.0.1", "x")])
 def test_a_store_that_nobody_holds_is_one_sentence_in_seconds(place, tmp_path) -> None:
     host, port = place

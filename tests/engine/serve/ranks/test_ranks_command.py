@@ -146,6 +146,7 @@ POOL = ("--prefill-least", "2", "--order", "arrival")
 
 
 @pytest.mark.full
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
     "arguments", [("--tp", "2"), ("--pp", "2"), ("--prefill", "1", *POOL), ("--prefill", "1", "--decode", "2", *POOL)]
@@ -164,6 +165,7 @@ def test_a_signal_to_the_whole_group_ends_what_is_open_first(arguments, number, 
 
 
 @pytest.mark.full
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("arguments", [("--tp", "2"), ("--prefill", "1", "--decode", "2")])
 def test_a_signal_to_the_whole_group_while_ranks_start_ends_all_in_silence(arguments, tmp_path):
     server = Server(tmp_path, *arguments)
@@ -177,8 +179,9 @@ def test_a_signal_to_the_whole_group_while_ranks_start_ends_all_in_silence(argum
         server.process.kill()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.full
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_ends_all_with_one_sentence(server, rank):
     server.ranks()[rank].kill()
     assert server.ended() == 1
@@ -319,6 +322,7 @@ def test_two_nodes_of_torchrun_serve_together(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("to_all", [False, True], ids=["SIGTERM to torchrun", "Ctrl-C in its terminal"])
 def test_a_signal_to_torchrun_ends_what_is_open_first(to_all, tmp_path):
     arguments = ["-m", "minillm", *SERVE[3:], "--tp", "2"]

@@ -51,12 +51,14 @@ def test_tokens_are_those_of_one_process(tp, names):
 
 
 @pytest.mark.full
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_tokens_of_every_case_are_those_of_one_process(tp):
     check(launch(mixed, tp, tuple(CASES), COUNT, SEED, timeout=PATIENCE_S)[0])
 
 
 @pytest.mark.full
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("tp", "names"), [(2, tuple(CASES)), (4, DEFAULT)])
 def test_tokens_by_the_rules_of_nccl(tp, names):
     check(launch(on_nccl_like(mixed), tp, names, COUNT, SEED, timeout=PATIENCE_S)[0])
@@ -92,6 +94,7 @@ def test_random_arrivals_and_cancellations(tp, options):
 
 
 @pytest.mark.full
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("tp", "options"), LAYOUTS)
 def test_many_random_arrivals_and_cancellations(tp, options):
     hold_to_one_process(tp, options, MANY, 10, 6, 9)

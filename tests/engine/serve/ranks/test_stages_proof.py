@@ -19,6 +19,7 @@ def test_tokens_are_those_of_one_process(ranks, pp, names):
 
 
 @pytest.mark.full
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("ranks", "pp", "names"), [(2, 2, OF_STAGES), (4, 2, OF_STAGES), (8, 2, FEW), (3, 3, DEEP), (4, 4, DEEP)]
 )
@@ -27,6 +28,7 @@ def test_tokens_of_every_case_are_those_of_one_process(ranks, pp, names):
 
 
 @pytest.mark.full
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("ranks", "pp", "names"), [(2, 2, OF_STAGES), (4, 2, FEW), (3, 3, DEEP)])
 def test_tokens_by_the_rules_of_nccl(ranks, pp, names):
     check(launch(on_nccl_like(mixed), ranks, tuple(names), COUNT, SEED, pp, timeout=PATIENCE_S)[0])
@@ -49,6 +51,7 @@ def test_random_arrivals_and_cancellations(ranks, options):
 
 
 @pytest.mark.full
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("ranks", "options"), LAYOUTS)
 def test_many_random_arrivals_and_cancellations(ranks, options):
     hold_to_one_process(ranks, options, MANY, 10, 6, 9)

@@ -418,8 +418,8 @@ class Interrupt:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["none", "async-graphs", *(["draft", "medusa", "lookahead", "compiled"] * WHOLE)])
 def test_an_interrupt_at_any_line_leaves_the_engine_whole(kind, make_target, trained, naive, monkeypatch):
-    """Each line of `generate`, `stream` and `step`, over requests that preempt and fork. Compiled: its own lines.
-    Asynchronous: by default its own, and every twentieth of those that are tried without it.
+    """Lines of `generate`, `stream` and `step`, over requests that preempt and fork: by default a third, drawn anew.
+    Compiled: its own. Asynchronous: by default its own, and every twentieth of those that are tried without it.
     """
     take_samples(monkeypatch)  # so that rows are sampled again
 
@@ -448,6 +448,8 @@ def test_an_interrupt_at_any_line_leaves_the_engine_whole(kind, make_target, tra
     elif kind == "async-graphs" and not WHOLE:
         known = set(lines("none"))
         found = [each for place, each in enumerate(found) if each not in known or place % 20 == 0]
+    elif not WHOLE:
+        found = random.Random(os.environ["MINILLM_SEED"]).sample(found, len(found) // 3)
     reached = 0
     for wanted in found:
         llm = engine()

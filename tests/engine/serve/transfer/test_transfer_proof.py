@@ -115,6 +115,7 @@ def test_random_arrivals_and_cancellations(pool):
 
 
 @pytest.mark.full
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["recomputed", "ahead-swapped"])
 def test_200_random_arrivals_and_cancellations(pool, name):
     random_sequences(pool, range(100), CASES[name])
