@@ -25,9 +25,9 @@ from minillm.comm.launch import forkserver
 
 ROOT = Path(__file__).parent
 # The notebooks of `make test`: two labs as handed out, five solutions. `make full` has the other solutions.
-LABS = ("14", "21")
-SOLUTIONS = ("00", "03", "13", "14", "20")
-LABS_DRAWN = 6  # one in so many of the other labs; their solutions run the same cells
+QUICK = {"labs": ("14", "21"), "solutions": ("00", "03", "13", "14", "20")}
+# One in so many of the others: what a solution shows was made by this very code, or `notebooks --check` fails.
+DRAWN = {"labs": 6, "solutions": 2}
 APART = ("tests/bench/", "tests/course/exercises/", "tests/engine/oracle/", "tests/browser/")
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -79,16 +79,15 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Most notebooks belong to `make full`: all solutions, and some of the labs as handed out. Of `full` tests that are
-    marked `drawn(n)`, in a function's cases or in a module, one in n is kept."""
+    """Most notebooks belong to `make full`, which draws some of them. Of `full` tests that are marked `drawn(n)`, of a
+    function's cases or of a module, one in n is kept."""
     draws = {}  # (where, n): {what is drawn: its items}
     for item in items:
         if item.path.suffix == ".ipynb":
-            is_lab = item.path.parent.name == "labs"
-            if item.path.name[:2] not in (LABS if is_lab else SOLUTIONS):
+            folder = item.path.parent.name
+            if item.path.name[:2] not in QUICK.get(folder, ()):
                 item.add_marker(pytest.mark.full)
-                if is_lab:
-                    draws.setdefault(("labs", LABS_DRAWN), {}).setdefault(str(item.path), []).append(item)
+                draws.setdefault((folder, DRAWN.get(folder, 1)), {}).setdefault(str(item.path), []).append(item)
         elif item.get_closest_marker("full"):
             for node, mark in item.iter_markers_with_node("drawn"):
                 draws.setdefault((node.nodeid.partition("[")[0], *mark.args), {})[item.nodeid] = [item]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.drawn(2)
+pytestmark = pytest.mark.drawn(4)
 EVERYTHING = """
 import os
 import sys

@@ -56,6 +56,7 @@ def test_fault_looks_right_and_leaves_its_trace(name):
 
 
 @pytest.mark.full
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_more_seeds_and_every_repair(name):
     """Four more, or nineteen with MINILLM_PROOF=all. minillm's own code leaves no trace. Each wrong fix fails in a way
