@@ -65,6 +65,8 @@ receipts.idle_share(guess_idle)
 #   up to 20 % of the step is idle. For at most 25 %, $M = 3(n-1)$ is enough.
 # - *Pipelines train with stale gradients and several weight versions.* That is true of asynchronous ones such as
 #   [PipeDream, Narayanan et al. 2019](https://doi.org/10.1145/3341301.3359646). With a flush per step they are exact.
+# - *Microbatches cost activation memory.* At a fixed batch GPipe holds as much in all, however you cut it; 1F1B holds
+#   less.
 # - *Interleaving is memory-efficient.* Compared with GPipe. It holds *more* activations than plain 1F1B.
 # - *An MFU below 50 % is a sign of bubbles.* Llama 3 405B ran at 38 to 43 % ([Llama team
 #   2024](https://arxiv.org/abs/2407.21783), table 4). A bubble is a gap on a timeline.

@@ -24,6 +24,8 @@
 # >
 # > - *"4-bit weights are four times faster."* At batch one nearly, as scales count too; at a large batch arithmetic is the limit
 # >   ([Frantar et al. 2022](https://arxiv.org/abs/2210.17323), §5, measure batch one).
+# > - *"A 70B model does not fit on one card."* In 16 bits, 141 GB, it does not. With 4.5 bits per weight 40 of 80 GB are
+# >   taken, so choose the precision before the degree of tensor parallelism.
 # > - *"Autoscaling on GPU utilisation absorbs bursts."* A replica of a large model starts in minutes; utilisation is at its
 # >   ceiling by then.
 # > - *"Speculative decoding makes serving 2 to 3 times faster."* For one stream; at large batches it can slow down
