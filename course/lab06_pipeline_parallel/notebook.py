@@ -409,6 +409,15 @@ receipts.step_times(every)
 # - **DualPipe** ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437)): microbatches enter at both ends, and every rank
 #   holds two stages, its own and its mirror image's.
 #
+# Why from both ends (*skip on a first reading*)? With experts on other ranks (lab 08) a layer is attention, dispatch, MLP
+# and combine, and dispatch and combine are all-to-alls. Alone, a rank waits for them. DualPipe pairs a forward with a
+# backward of the other direction, so that one's messages travel while the other computes. Let messages take as long as
+# attention or MLP, and backward twice as long to compute:
+
+# %%
+receipts.all_to_alls()
+
+# %% [markdown]
 # *Asynchronous communication* (sends that do not wait, like yours) has nothing to do with *asynchronous pipelines*.
 #
 # ## Measure: what they hold and what they send
