@@ -390,7 +390,7 @@ at_once = engines.compare()
 receipts.three_engines(at_once)
 
 # %% [markdown]
-# Now the requests arrive one after the other, 60 per second:
+# Now 60 requests arrive per second:
 
 # %%
 receipts.trickling()
@@ -450,8 +450,8 @@ receipts.reserve()
 #
 # ## Break it
 #
-# Four schedulers, each wrong in one place, each after a bug from a real engine. None of them raises an exception. Each
-# on a trace where the fault shows, beside a sound scheduler:
+# Four schedulers, each with a bug from a real engine, on a trace where it shows, beside a sound one. None raises an
+# exception:
 
 # %%
 receipts.faults()
