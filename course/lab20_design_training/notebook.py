@@ -387,7 +387,7 @@ diagnosis = {"A": "?", "B": "?", "C": "?", "D": "?", "E": "?"}
 receipts.limits(diagnosis)
 
 # %% [markdown]
-# *100 % utilisation* would have been printed for all of A, B and C. Lab 22 has traces in place of such a page.
+# *100 % utilisation* could be printed for A, B and C alike. Lab 22 has traces in place of such a page.
 #
 # ## Problem 12 · Strong and weak scaling
 #
@@ -461,7 +461,7 @@ receipts.answer("money_and_energy")
 # |---|---|---|---|
 # | [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html) | replicas | states and activations fit one GPU: 16 to 18 bytes per parameter | all other axes |
 # | [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) | ZeRO-3 on any torch module, block by block | states do not fit, and enough tokens per rank hide 3P | pipeline and tensor parallelism (DTensor, torchtitan) |
-# | [DeepSpeed](https://www.deepspeed.ai/getting-started/) | ZeRO 1 to 3 by a JSON file, offload to host and NVMe | GPUs are few and host memory is plenty | layers for tensor parallelism |
+# | [DeepSpeed](https://www.deepspeed.ai/getting-started/) | ZeRO 1 to 3 by a JSON file, offload to host and NVMe | GPUs are few and host memory is plenty | a pipeline needs the model as a list of layers |
 # | [Megatron Core](https://docs.nvidia.com/megatron-core/developer-guide/latest/index.html) | tp, pp, cp, ep of transformers, with a sharded optimizer (ZeRO-1) | layers or experts are too large, or ranks outnumber sequences | your model in its layers |
 #
 # A common rule is *"FSDP up to 13B, Megatron above 30B or for experts"*. It leaves out 13B to 30B, and parameters do not decide:

@@ -8,6 +8,7 @@ import pytest
 from course.kit import course
 from course.lab20_design_training import experiments_limits
 from course.lab20_design_training import receipts as training
+from course.lab21_design_serving import experiments_cold
 from course.lab21_design_serving import receipts as serving
 from course.shared.decisions import MOVES, Decision, decide, judge, shown
 from course.shared.units import in_unit
@@ -270,6 +271,10 @@ def test_the_five_questions_are_asked_in_order():
         ({"reached": 0.2}, "kernels"),
     ):
         assert experiments_limits.limit(replace(sound, **change)) == found
+
+
+def test_requests_are_timed_one_by_one_in_a_process_of_their_own():
+    assert len(experiments_cold.in_a_new_process(3)) == 4
 
 
 def test_bytes_are_quoted_with_three_digits():
