@@ -69,10 +69,13 @@ class Run:
         )
 
 
-RUNS = {  # by letter, as a reader meets them; what is wrong with each: its class
-    "A": ("link", Run("llama-3-8b", cluster("h100", 16, network=3.125e9), Layout(dp=16, zero=3, microbatches=4))),
-    "B": ("kernels", Run("llama-3-8b", cluster("h100", 8), Layout(dp=8, zero=3, microbatches=8), Stack(False, True, False))),
+EIGHT, FULL_SHARD = cluster("h100", 8), Layout(dp=8, zero=3, microbatches=8)
+SLOW_NETWORK = cluster("h100", 16, network=3.125e9)  # 25 Gb/s
+UNFUSED = Stack(flash=False, fused=False)
+RUNS = {  # by letter, as a reader meets them: what is wrong with each, one of CLASSES
+    "A": ("link", Run("llama-3-8b", SLOW_NETWORK, Layout(dp=16, zero=3, microbatches=4))),
+    "B": ("kernels", Run("llama-3-8b", EIGHT, FULL_SHARD, UNFUSED)),
     "C": ("bubble", Run("llama-3-70b", cluster("h100", 64), Layout(tp=8, pp=8, microbatches=8, recompute="light"))),
-    "D": ("memory", Run("llama-3-8b", cluster("h100", 8), Layout(dp=8, microbatches=8))),
-    "E": ("input", Run("llama-3-8b", cluster("h100", 8), Layout(dp=8, zero=3, microbatches=8), tokens_per_s=4e4)),
-}  # fmt: skip
+    "D": ("memory", Run("llama-3-8b", EIGHT, Layout(dp=8, microbatches=8))),
+    "E": ("input", Run("llama-3-8b", EIGHT, FULL_SHARD, tokens_per_s=4e4)),
+}

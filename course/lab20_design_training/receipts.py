@@ -63,8 +63,10 @@ def ledgers() -> Table:
 
 def limits(diagnosis: dict[str, str]) -> Table:
     """The reader's diagnosis of each run beside what is wrong with it and what the five questions find."""
-    runs = experiments_limits.RUNS.items()
-    lines = [(letter, diagnosis.get(letter, "?"), wrong, experiments_limits.limit(run.ledger)) for letter, (wrong, run) in runs]
+    lines = [
+        (letter, diagnosis.get(letter, "?"), wrong, experiments_limits.limit(run.ledger))
+        for letter, (wrong, run) in experiments_limits.RUNS.items()
+    ]
     return table("what to look at first", ("run", "you", "what is wrong", "the five questions say"), lines)
 
 
