@@ -46,7 +46,7 @@ def _answer(llm: LLM, tokens: list[int], params: SamplingParams, salt: str | Non
 
 
 @one_thread()
-def flipped_bits(prompt: int = 64, answer: int = 16, bits: tuple[int, ...] = (0, 10, 20, 23, 26, 28, 30)) -> dict:
+def flipped_bits(prompt: int = 64, answer: int = 8, bits: tuple[int, ...] = (0, 20, 26, 30)) -> dict[str, Any]:
     """One bit of one cached key flipped, another each time (30: the exponent's highest).
 
     changed: how many answers became others. named: how many of the damaged blocks their checksums name, and no other.
@@ -58,7 +58,7 @@ def flipped_bits(prompt: int = 64, answer: int = 16, bits: tuple[int, ...] = (0,
         llm = LLM(target(), num_blocks=32)
         right = _answer(llm, tokens, params).answers[0].ids
         sums, damaged = _checksums(llm), 1  # the prompt's second block: the pool hands out block 0, 1, ...
-        keys, _ = llm.cache.layers[max(llm.cache.layers)]
+        keys, _ = llm.cache.layers[len(llm.cache.layers) // 2]
         keys[damaged].view(torch.int32)[3, 0, 5] ^= 1 << bit
         found = _checksums(llm)
         named += [block for block in sums if sums[block] != found[block]] == [damaged]

@@ -219,11 +219,11 @@ def stale_and_raced() -> Receipt:
 
 
 def windows() -> Table:
-    """A sequence of 300 tokens in a model whose layers all have a sliding window."""
+    """A sequence of 140 tokens in a model whose layers all have a sliding window."""
     found = map(experiments_window.most_held, (None, 64, 32))
     lines = [(each.window or "none", each.expected, each.held, "yes" if each.equal else "no") for each in found]
     columns = ("sliding window of", "blocks held at most, formula", "measured", "tokens of the plain loop")
-    return table(f"one sequence of 300 tokens, blocks of {SIZE}", columns, lines)
+    return table(f"one sequence of 140 tokens, blocks of {SIZE}", columns, lines)
 
 
 def block_sizes(swept=None) -> Table:

@@ -11,7 +11,7 @@ from course.lab14_continuous_batching.experiments import Flight, play, requests
 from minillm.bench.load import Arrival
 
 Lengths = list[tuple[int, int]]  # tokens of each prompt and of its answer
-COUNT, BLOCKS, BUDGET = 120, 8000, 2048
+COUNT, BLOCKS, BUDGET = 60, 8000, 2048
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Load:
 
 
 LOADS = {
-    "chat": Load(300, 150, 1.0, 20),
-    "documents": Load(4000, 100, 1.0, 3),
-    "offline, 16 at once": Load(500, 300, 0.7, None, 16),
-    "offline, 256 at once": Load(500, 300, 0.7, None),
+    "chat": Load(300, 100, 1.0, 20),
+    "documents": Load(4000, 60, 1.0, 3),
+    "offline, 16 at once": Load(500, 150, 0.7, None, 16),
+    "offline, 256 at once": Load(500, 150, 0.7, None),
 }
 
 

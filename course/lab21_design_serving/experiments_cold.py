@@ -11,13 +11,13 @@ from minillm.model import load_hf
 from minillm.model.generate import folder_of
 from minillm.serve import LLM, SamplingParams
 
-PROMPT, ANSWER, REQUESTS = 64, 8, 100
+PROMPT, ANSWER, REQUESTS = 64, 4, 100
 
 
 def served(requests: int = REQUESTS) -> list[float]:
     """Seconds of so many requests, one after the other, then of the last prompt once more. Each prompt is another."""
     torch.set_num_threads(1)
-    model, draw = load_hf(folder_of("target"), dtype=torch.float32), random.Random(21)
+    model, draw = load_hf(folder_of("draft"), dtype=torch.float32), random.Random(21)
     llm, params = LLM(model, num_blocks=4 * requests), SamplingParams(ANSWER, ignore_eos=True)
     prompts = [[draw.randrange(model.config.vocab_size) for _ in range(PROMPT)] for _ in range(requests)]
     seconds = []

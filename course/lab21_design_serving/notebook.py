@@ -406,7 +406,7 @@ receipts.answer("split_prefill_decode")
 receipts.first_requests()
 
 # %% [markdown]
-# A first request touches memory, starts threads and loads code for the first time. On a GPU it also loads or compiles kernels
+# On a CPU a first request pays little: memory that is touched, code that is loaded. On a GPU it also loads or compiles kernels
 # and captures graphs, so warm a replica up before it takes traffic, and leave the first out of the percentiles. The last row
 # had its prompt before: a benchmark that repeats one prompt measures the prefix cache.
 #

@@ -66,7 +66,7 @@ def first_requests() -> Table:
         "the last prompt once more": took[-1],
     }
     lines = [(name, as_seconds(each), f"{each / steady:.1f}") for name, each in cases.items()]
-    title = f"{experiments_cold.PROMPT} + {experiments_cold.ANSWER} tokens, the target model, a new process"
+    title = f"{experiments_cold.PROMPT} + {experiments_cold.ANSWER} tokens, the draft model, a new process"
     return table(title, ("", "measured", "/ steady state"), lines)
 
 
