@@ -525,7 +525,7 @@ receipts.overhead()
 # %% [markdown]
 # `LLM(async_scheduling=True)` hides it: the host plans a step while the device computes the one before. Two plans then need
 # two buffers, or the device reads the wrong batch. And a victim's pass may be under way. No lock per sequence is needed,
-# only order: its token is kept, its blocks are written by later passes alone.
+# only order: its token is kept, and only later passes write into its blocks.
 
 # %%
 receipts_loads.ahead()
