@@ -11,7 +11,7 @@ from minillm.model import load_hf
 from minillm.model.generate import folder_of
 from minillm.serve import LLM, SamplingParams
 
-PROMPT, ANSWER, REQUESTS = 64, 4, 100
+PROMPT, ANSWER, REQUESTS = 200, 4, 100
 
 
 def served(requests: int = REQUESTS) -> list[float]:
