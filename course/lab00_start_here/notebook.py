@@ -496,11 +496,13 @@ receipts.counted_by_torch(matmul_cost)
 #
 # | Claim | What is true |
 # |---|---|
-# | "NVLink on an H100 is 900 GB/s" | That is the sum of both directions ([NVIDIA's data sheet](https://www.nvidia.com/en-us/data-center/h100/)); a message in one direction gets half, 450 GB/s. |
+# | "NVLink on an H100 is 900 GB/s" | That is the sum of both directions ([NVIDIA's data sheet](https://www.nvidia.com/en-us/data-center/h100/)); a message in one direction gets half, 450 GB/s. (An *H100 NVL* is a card for PCIe, not a link.) |
 # | "InfiniBand is 400 GB/s" | Ports are sold in *bits*: NDR is 400 Gb/s, which is 50 GB/s. The factor of 8 is the most common mistake in sizing networks. |
 # | "An H100 does 1,979 TFLOP/s in bf16" | With 2:4 sparsity, which dense models do not have. Dense is half of it, 989 TFLOP/s ([the same data sheet](https://www.nvidia.com/en-us/data-center/h100/)). |
 # | "Communication grows linearly with the number of GPUs" | The bytes per rank of a ring all-reduce approach 2P and stay there; the latency term, 2(N−1)·α, is what grows ([Patarasuk and Yuan, 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)). |
 # | "A GPU at half of its peak waits for memory" | Or for other ranks, an empty pipeline, launches of small kernels, data: split the step before you say which (labs 02 and 22). Libraries do not use asymptotically faster products either. |
+# | "`torchrun -nproc_per_node=4`", "`--master_port = 29500`" | Two dashes and no blanks; argparse refuses both. The nodes need no SSH between them, only a TCP port that all of them reach ([torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html)), and a driver that is new enough for the CUDA inside torch's wheel. |
+# | "BLOOM's weights are 330 GB" | 176.2 billion parameters of 2 bytes are 352 GB, which is 328 GiB. Say which one you mean ([BLOOM](https://huggingface.co/bigscience/bloom)). |
 # | "10 % of peak means bad code" | Compare with the roof at the work's intensity, not with the peak ([Williams, Waterman and Patterson, 2009](https://doi.org/10.1145/1498765.1498785)). |
 
 # %% [markdown]

@@ -25,9 +25,9 @@
 #
 # > **Common claims**
 # >
-# > - *"Mixed precision halves memory."* It saves nothing of what is held between steps: 4 + 4 + 8 = 16 bytes per
+# > - *"Mixed precision halves memory"*, or *"adds communication."* It saves nothing of what is held between steps: 4 + 4 + 8 = 16 bytes per
 # >   parameter in float32 and 2 + 2 + 4 + 8 = 16 with masters ([Rajbhandari et al.
-# >   2020](https://arxiv.org/abs/1910.02054), §3.1). Activations shrink.
+# >   2020](https://arxiv.org/abs/1910.02054), §3.1). Activations and messages shrink.
 # > - *"Adam needs 8 bytes per parameter."* That is its two moments. With 16-bit weights a float32 copy of the weights
 # >   comes on top: 12.
 # > - *"Selective checkpointing keeps the matmuls."* The term is used for two things. In

@@ -78,10 +78,13 @@ sliders(figures.memory_by_stage, billions=(0.5, 70.0, 0.5), ranks=(1, 64), mixed
 # |---|---|
 # | "ZeRO saves 4, 8 and $N$ times." ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), abstract and §5) | These are limits for large $N$: 2.9, 4.3 and 8 times at $N = 8$. Stages 1 and 2 cannot go below 4Ψ and 2Ψ. |
 # | "Mixed precision halves the memory." | Not the state: 16 bytes per parameter either way. |
+# | "Training takes 16Ψ bytes per parameter." | 16Ψ bytes in all for Ψ parameters, 16 bytes for each. |
 # | "Stage 3 divides the largest part, the parameters." | They are 2 of 16 bytes. The optimizer's 12 are divided from stage 1 on. |
 # | "10B parameters train on 4 cards of 40 GB with stage 3." | 16 bytes · 10B / 4 are the whole 40 GB, and activations come on top. With the optimizer's 12 bytes offloaded 10 GB are left on each. |
 # | "ZeRO trades memory for communication." | Stages 1 and 2 send what data parallelism sends; stage 3 sends 1.5 times as much. |
 # | "Each rank contributes its shard to an all-reduce." | Its *whole* gradient goes into a reduce-scatter. Optimizer state never travels. |
+# | "Shards of gradients are fetched when they are needed." | Only weights are gathered. A gradient travels once, to the rank that keeps its sum, and what happens next is local. |
+# | "Sharding synchronises gradients more often." | Once per backward, as data parallelism does, in pieces. What comes on top are gathers of weights. |
 # | "FSDP costs 1.5 times the communication of DDP." | Without accumulation. With $K$ microbatches 1.5 $K$ times. |
 #
 # ## Build it

@@ -65,6 +65,8 @@ receipts.idle_share(guess_idle)
 #   up to 20 % of the step is idle. For at most 25 %, $M = 3(n-1)$ is enough.
 # - *Pipelines train with stale gradients and several weight versions.* That is true of asynchronous ones such as
 #   [PipeDream, Narayanan et al. 2019](https://doi.org/10.1145/3341301.3359646). With a flush per step they are exact.
+# - *Microbatches cost activation memory.* At a fixed batch GPipe holds as much in all, however you cut it; 1F1B holds
+#   less.
 # - *Interleaving is memory-efficient.* Compared with GPipe. It holds *more* activations than plain 1F1B.
 # - *An MFU below 50 % is a sign of bubbles.* Llama 3 405B ran at 38 to 43 % ([Llama team
 #   2024](https://arxiv.org/abs/2407.21783), table 4). A bubble is a gap on a timeline.
@@ -407,6 +409,15 @@ receipts.step_times(every)
 # - **DualPipe** ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437)): microbatches enter at both ends, and every rank
 #   holds two stages, its own and its mirror image's.
 #
+# Why from both ends (*skip on a first reading*)? With experts on other ranks (lab 08) a layer is attention, dispatch, MLP
+# and combine, and dispatch and combine are all-to-alls. Alone, a rank waits for them. DualPipe pairs a forward with a
+# backward of the other direction, so that one's messages travel while the other computes. Let messages take as long as
+# attention or MLP, and backward twice as long to compute:
+
+# %%
+receipts.all_to_alls()
+
+# %% [markdown]
 # *Asynchronous communication* (sends that do not wait, like yours) has nothing to do with *asynchronous pipelines*.
 #
 # ## Measure: what they hold and what they send

@@ -11,6 +11,7 @@ from typing import Any
 
 from course.kit.receipts import Row, formula, row, titled
 from course.lab06_pipeline_parallel import experiments, experiments_breaks
+from course.lab06_pipeline_parallel import experiments_overlap as overlap
 from course.lab06_pipeline_parallel import experiments_stale as stale
 from course.lab06_pipeline_parallel.experiments import FORWARD_S, PRINTED_CHART, ROWS, SEQ, Job, PipelineRecord
 from course.shared.table import Table, seconds, table
@@ -67,6 +68,20 @@ def step_times(found: Findings | None = None) -> Iterator[Row]:
     for job, ranks in found.items():
         took, plan = experiments.measured(job, ranks).makespan, experiments.planned(job).makespan
         yield row(f"{job.schedule}, {job.microbatches} microbatches", plan, took, "s", tolerance, noisy=True)
+
+
+def all_to_alls(layers: int = 4) -> Table:
+    """A forward and a backward through layers with experts elsewhere: in turns, and each beside the other."""
+    forward, backward = overlap.FORWARD * layers, overlap.BACKWARD * layers
+    compute, link = (overlap.busy(what, forward, backward) for what in ("compute", "link"))
+    lines = [
+        ("in turns: compute + messages", compute + link, overlap.together((*forward, *backward)),
+         overlap.emulated((*forward, *backward))),
+        ("side by side: at least max(compute, messages)", max(compute, link), overlap.together(forward, backward),
+         overlap.emulated(forward, backward)),
+    ]  # fmt: skip
+    title = f"forward of one microbatch and backward of another, {layers} layers, in times of an attention"
+    return table(title, ("", "formula", "simulated", "measured, emulated device"), lines)
 
 
 @titled("4 stages, 8 microbatches", open_rows=2)

@@ -61,6 +61,8 @@ receipts.wrong_link(guess_times)
 # | "FSDP communicates more than tensor parallelism." | More than plain data parallelism, by half. Against tensor parallelism it depends on the tokens: below about 4.5 · H of them per microbatch it sends more, above it less. You will compute this. |
 # | "Tensor parallelism cannot leave the node, so 8 is the limit." | The limit is the fast domain, and that is 72 GPUs in a rack of [GB200 NVL72](https://www.nvidia.com/en-us/data-center/gb200-nvl72/). Beyond it, it works and waits. |
 # | "Tensor parallelism is good for large batches." | Its bytes grow with the tokens. It is what you use when the batch cannot be divided any further. |
+# | "Data parallelism needs little bandwidth." | It needs the link rarely, once per step, and then for $2P(N-1)/N$ bytes. With 140 GB of gradients and 8 replicas that is 245 GB per rank, less where other axes divide them. |
+# | "Ranks 1 and 2 are neighbours in a pipeline" (as drawn in many pictures of 2 x 2 x 2 ranks) | Each rank sends to the rank of the *same* tp index in the next stage. With tp innermost, then pp: 0 to 2, 1 to 3, 4 to 6, 5 to 7. There are four dp groups, (0, 4) (1, 5) (2, 6) (3, 7), as exercise 1 will say. |
 # | "InfiniBand carries 200 to 400 GB/s." | Gb/s: 200 Gb/s are 25 GB/s per port. |
 #
 # ## Build it

@@ -1,8 +1,10 @@
-"""Lab 13: what neither a key nor a count sees. Weights that change under a warm cache, and two threads in one pool."""
+"""Lab 13: what neither a key nor a count sees. Weights that change under a warm cache, a flipped bit in it, and two
+threads in one pool."""
 
 import contextlib
 import copy
 import threading
+import zlib
 from typing import Any
 
 import torch
@@ -41,6 +43,35 @@ def _answer(llm: LLM, tokens: list[int], params: SamplingParams, salt: str | Non
     while llm.unfinished:
         ended = llm.step()
     return ended[0]
+
+
+@one_thread()
+def flipped_bits(prompt: int = 64, answer: int = 8, bits: tuple[int, ...] = (0, 20, 26, 30)) -> dict[str, Any]:
+    """One bit of one cached key flipped, another each time (30: the exponent's highest).
+
+    changed: how many answers became others. named: how many of the damaged blocks their checksums name, and no other.
+    repaired: whether the answer is right again after the cache has been emptied.
+    """
+    tokens, params = cut(prompt, 1), SamplingParams(answer, ignore_eos=True)
+    changed, named = 0, 0
+    for bit in bits:
+        llm = LLM(target(), num_blocks=32)
+        right = _answer(llm, tokens, params).answers[0].ids
+        sums, damaged = _checksums(llm), 1  # the prompt's second block: the pool hands out block 0, 1, ...
+        keys, _ = llm.cache.layers[len(llm.cache.layers) // 2]
+        keys[damaged].view(torch.int32)[3, 0, 5] ^= 1 << bit
+        found = _checksums(llm)
+        named += [block for block in sums if sums[block] != found[block]] == [damaged]
+        changed += _answer(llm, tokens, params).answers[0].ids != right
+        llm.pool.reset()
+        repaired = _answer(llm, tokens, params).answers[0].ids == right
+    return {"changed": changed, "named": named, "of": len(bits), "repaired": repaired}
+
+
+def _checksums(llm: LLM) -> dict[int, int]:
+    """CRC-32 of the keys and values of each block, in all layers."""
+    pool = llm.cache.pool  # [keys and values, layers, blocks, block_size, kv_heads, head_dim]
+    return {block: zlib.crc32(pool[:, :, block].contiguous().numpy()) for block in range(pool.shape[2])}
 
 
 class Interleaved(list):

@@ -48,7 +48,7 @@ from minillm.serve.tiny import TinyLLM
 # %% [markdown]
 # ## One page first
 #
-# `minillm/serve/tiny.py` is a whole serving engine in about 230 lines. Read it once before you build anything. Its
+# `minillm/serve/tiny.py` is a whole serving engine in about 230 lines. Its
 # `forward` puts tokens of several sequences through the model; where their keys and values lie is decided here:
 
 # %%
@@ -83,8 +83,7 @@ guess_blocks = 0.2  # unused share with blocks of 16
 #
 # Memory is cut into *blocks* of a few tokens each, all alike ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180)).
 # A sequence holds some of them, from anywhere, in a *block table*: its logical block 0, 1, 2, ... Attention looks
-# every key up through the table. An operating system does the same with pages, and with the same result: nothing
-# needs to be contiguous, *any* free block will do, and there is nothing to defragment. (Numbers in the cells are
+# every key up through the table. An operating system does the same with pages. (Numbers in the cells are
 # positions; crossed cells are held and unused.)
 
 # %%
@@ -308,8 +307,7 @@ prepare_write = check("copy-on-write", prepare_write)
 # dictionaries. A block with holders is never touched. Of the blocks that a sequence leaves together, its last one goes
 # first: a prefix is found from its first block on.
 #
-# LRU chooses among blocks that *no* running sequence holds. It cannot choose a running sequence to preempt, as is often
-# said: all of those are used in every step (lab 14 has policies for that).
+# LRU cannot choose a *running* sequence to preempt: all of those are used in every step (lab 14).
 
 
 # %%
@@ -367,8 +365,7 @@ CachingPool = check("lru-eviction", CachingPool)
 # ## Your parts under a transformer
 #
 # `SmallEngine` (in `course/lab13_paged_attention/experiments_engine.py`) puts your parts under the course's target
-# model: your slots, your pool, your attention in every layer, your keys and hits, your copies. Its memory is NaN
-# until a slot is written. Three requests: a prompt, another with the same beginning, and a fork of the first one.
+# model. Its memory is NaN until a slot is written. Three requests: a prompt, another with the same beginning, and a fork of the first one.
 
 # %%
 yours = (slot_mapping, Pool, paged_attention, block_keys, find_prefix, prepare_write)
@@ -388,8 +385,14 @@ show(figures.waste_of(wasted))
 receipts.waste(wasted, guess_reserved, guess_blocks)
 
 # %% [markdown]
-# Without sharing, this is all that paging gains: more sequences in the same memory, so a larger batch (lab 12).
-#
+# Without sharing, this is all that paging gains: more sequences in the same memory, so a larger batch (lab 12). Where every
+# layer has a *sliding window*, blocks behind it are given back, too: a sequence holds no more than its window, however long
+# it gets.
+
+# %%
+receipts.windows()
+
+# %% [markdown]
 # ## Measure: a prefix, once
 #
 # Six requests of 100 shared tokens and 20 of their own, the first a step before the others.
@@ -398,7 +401,7 @@ receipts.waste(wasted, guess_reserved, guess_blocks)
 receipts.shared_prefix()
 
 # %% [markdown]
-# How much sharing saves depends on the lengths of prefix and rest and on the number of requests. Move them:
+# What sharing saves depends on both lengths and on the number of requests. Move them:
 
 # %%
 show(figures.sharing)
@@ -487,9 +490,12 @@ receipts.traces_of_bugs(findings, diagnosis)
 #   199](https://github.com/GeeeekExplorer/nano-vllm/pull/199)): nothing is left to compute, the query has length 0,
 #   and there are no logits to sample from. Others crash; this one schedules the sequence forever.
 #
-# Two more, staged. *New weights under a warm cache* (a training step, a new release): tokens are the same, so old keys are
-# served. Empty the cache, or put the version into the salt. *Two threads in one pool*: both read a count before either
-# writes, and a holder is lost. minillm's engine takes one lock around all that schedules.
+# Three more, staged. *New weights under a warm cache* (a training step, a new release): tokens are the same, so old keys are
+# served. Empty the cache, or put the version into the salt. *A flipped bit* in a cached key: most answers stay the same, so
+# nobody notices. A checksum names the block. Compared on a hit it reads the prefix once more, compared in each step it would
+# read every key twice. *Two threads in one pool*: both read a count before either writes, and a holder is lost. A lock around
+# `allocate` alone does not help, `share` and `release` need the same one; minillm's engine takes one around all that
+# schedules.
 
 # %%
 receipts.stale_and_raced()
@@ -531,7 +537,7 @@ print(inspect.getsource(blocks.Prefix))
 #
 # ### Exercise 8 · a kernel of your own (30 minutes, skip on a first reading)
 #
-# Write exercise 3 in [Triton](https://triton-lang.org/main/getting-started/tutorials/index.html), one program per
+# Kernels come from vendors, from compilers, and from you. Write exercise 3 in [Triton](https://triton-lang.org/main/getting-started/tutorials/index.html), one program per
 # query head. A program sees no tensors but addresses: `tl.load(q + offsets)` reads the numbers at these offsets from
 # the first one, `tl.store` writes. Offsets are tiles made of `tl.arange` (with a power of two); `mask=` leaves places
 # out. You need `tl.program_id(0)`, `tl.sum`, `tl.max(x, 0)`, `tl.maximum`, `tl.exp`, `tl.where` and `tl.zeros([DIM],
@@ -589,8 +595,7 @@ receipts.transformers_pages()
 #
 # Under tensor parallelism every rank holds `kv_heads / t` heads of *every* block, so block tables are equal on all ranks
 # and one scheduler decides for all; under pipeline parallelism a rank holds its layers of every block. A prefix cache is
-# per replica (lab 19). Where every layer has a *sliding window*, blocks behind it are given back, so a sequence holds no more
-# than its window, however long it gets. The same engine on a GPU:
+# per replica (lab 19). The same engine on a GPU:
 #
 # ```bash
 # python -m minillm generate "def main" --device cuda

@@ -4,7 +4,14 @@ Each function takes what a cell measured; those in CLAIMS measure for themselves
 """
 
 from course.kit.receipts import Receipt, format_value, formula, receipt, row
-from course.lab13_paged_attention import experiments, experiments_breaks, experiments_sizes, experiments_stale, figures
+from course.lab13_paged_attention import (
+    experiments,
+    experiments_breaks,
+    experiments_sizes,
+    experiments_stale,
+    experiments_window,
+    figures,
+)
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import formulas as predict
 from course.shared.table import Table, seconds, table
@@ -131,6 +138,7 @@ def forks(forked=None) -> Receipt:
             row("tokens equal to three requests of one sample each", True, forked["equal"]),
             row("blocks free or cached afterwards: all", *reversed(forked["left"])),
         ],
+        open_rows=1,
     )
 
 
@@ -188,18 +196,34 @@ def traces_of_bugs(findings=None, diagnosis=None) -> Receipt:
 
 
 def stale_and_raced() -> Receipt:
-    """New weights under a warm cache, and two threads in a pool."""
-    found = experiments_stale.new_weights()
+    """New weights under a warm cache, a flipped bit in it, and two threads in a pool."""
+    found, flipped = experiments_stale.new_weights(), experiments_stale.flipped_bits()
+    prefix = 2000 * _per_token_and_room()[0]  # bytes of an 8B model's cache
     return receipt(
         "what neither a key nor a count sees",
         [
             row("new weights: the answer of a fresh engine, without and with a salt", (False, True), found["equal"]),
             row("two threads share a block of one holder: its count, without and with a lock", (2, 3),
                 (experiments_stale.holders(lock=False), experiments_stale.holders(lock=True))),
+            row(f"one bit of a cached key flipped, {flipped['of']} times: blocks that a checksum names", flipped["of"],
+                flipped["named"]),
+            row("    answers that become others", None, flipped["changed"]),
+            row("    right again once the cache is empty", True, flipped["repaired"]),
+            formula("    8B model, prefix of 2,000 tokens: reading it once more, at 3.35 TB/s", prefix / 3.35e12, "s"),
+            formula("    computing it, at 989 TFLOP/s", 2 * 8e9 * 2000 / 989e12, "s"),
             row("prompt tokens from the cache after the change", None, found["hit"]),
         ],
         open_rows=2,
+        show="checksum|become others",
     )  # fmt: skip
+
+
+def windows() -> Table:
+    """A sequence of 140 tokens in a model whose layers all have a sliding window."""
+    found = map(experiments_window.most_held, (None, 64, 32))
+    lines = [(each.window or "none", each.expected, each.held, "yes" if each.equal else "no") for each in found]
+    columns = ("sliding window of", "blocks held at most, formula", "measured", "tokens of the plain loop")
+    return table(f"one sequence of 140 tokens, blocks of {SIZE}", columns, lines)
 
 
 def block_sizes(swept=None) -> Table:

@@ -13,8 +13,8 @@
 # answer to a full batch in every forward pass. The price is a scheduler, and everything that can go wrong in one.
 # Stands on labs 12 (prefill and decode) and 13 (blocks).
 #
-# The core path, exercises 1 to 4 and 7 with the pictures beside them, takes two hours; with the rest plan four. Running the
-# notebook from top to bottom takes under a minute. At the end you can answer:
+# The core path, exercises 1 to 4 and 7 with the pictures beside them, takes two hours; with the rest plan four. Run All
+# takes under a minute. At the end you can answer:
 #
 # 1. How many forward passes do static and continuous batching need for the same answers, and when equally many?
 # 2. What happens to decoding sequences while a long prompt is computed, and what when the blocks run out?
@@ -33,8 +33,9 @@
 # >   ([Agrawal et al. 2024](https://arxiv.org/abs/2403.02310), Sarathi-Serve; *A long prompt arrives*).
 # > - *"Preempt the least recently used sequence."* Nearly every running sequence ran in the step before. The rule is
 # >   right for cached blocks that no sequence holds (*Four policies*).
-# > - *"Fragmentation is handled by defragmentation."* With block tables any free block is as good as any other
-# >   ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180), §4).
+# > - *"Batches should be powers of two."* What counts are a matrix's *dimensions*, as multiples of 8 in 16 bits, better of
+# >   64 ([NVIDIA](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html)). Tokens
+# >   of a step come in any number.
 
 # %%
 import heapq
@@ -43,22 +44,21 @@ import itertools
 
 from course.kit import check, finish, hint, show, sliders
 from course.lab14_continuous_batching import experiments_engines as engines
-from course.lab14_continuous_batching import figures, figures_flight, receipts
+from course.lab14_continuous_batching import figures, figures_flight, receipts, receipts_loads
 from minillm.serve import POLICIES
 from minillm.serve.tiny import TinyLLM
 
 # %% [markdown]
 # ## One page first
 #
-# `minillm/serve/tiny.py` is a whole serving engine in about 230 lines. Read it once before you build anything. This lab
-# is about its `schedule` and `allocate`:
+# `minillm/serve/tiny.py` is a whole serving engine in about 230 lines. This lab is about its `schedule` and `allocate`:
 
 # %%
 print(*map(inspect.getsource, (TinyLLM.schedule, TinyLLM.allocate)), sep="\n")
 
 # %% [markdown]
-# One loop for decodes, prompts that have begun and new requests, and preemption in one loop. You build both with what
-# it leaves out: chunks, other policies, swapping, priorities (`minillm/serve/schedule/scheduler.py`).
+# You build both with what they leave out: chunks, other policies, swapping, priorities
+# (`minillm/serve/schedule/scheduler.py`).
 #
 # ## Predict
 #
@@ -76,8 +76,7 @@ guess_gap_ms = 5  # your guess: ms
 receipts.passes(guess_static, guess_continuous)
 
 # %% [markdown]
-# These are formulas so far. The longest answer alone needs 64 passes, so a larger batch would not help. You build it
-# now, then count it on a model.
+# The longest answer alone needs 64 passes, so a larger batch would not help.
 #
 # ## Build it
 #
@@ -213,8 +212,7 @@ victim = check("preemption-victim", victim)
 
 # %% [markdown]
 # *Only later sequences give way to earlier ones.* That alone excludes livelock: the first in rank is never preempted,
-# so it ends and makes the next one first. Which of the allowed sequences to choose is then a question of cost, which
-# you will measure.
+# so it ends and makes the next one first. Which of the allowed ones to choose is a question of cost.
 #
 # ### Exercise 4 · preempt and resume (30 minutes)
 #
@@ -285,8 +283,7 @@ sliders(
 # %% [markdown]
 # Both lines are nearly straight, so the length rarely decides. The link does, the number of kv heads and, with small
 # blocks, what it costs to *start* a copy ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180), §7.3). Beside decoding
-# sequences, which leave arithmetic units idle, part of a recomputation costs nothing. (Here host and device are the same
-# memory, so nothing of this can be measured.)
+# sequences, which leave arithmetic units idle, part of a recomputation costs nothing.
 
 # %% [markdown]
 # ### Exercise 5 · patience (15 minutes, skip on a first reading)
@@ -393,7 +390,7 @@ at_once = engines.compare()
 receipts.three_engines(at_once)
 
 # %% [markdown]
-# Now the requests arrive one after the other, 60 per second:
+# Now 60 requests arrive per second:
 
 # %%
 receipts.trickling()
@@ -416,13 +413,13 @@ receipts.chunks(guess_gap_ms)
 # chunks one after the other *without* the decodes in between, and the 16 sequences wait as long as for the whole
 # prompt.
 #
-# That clock is simulated. Is the stall real? By this machine's wall clock, with the target model:
+# By this machine's wall clock, with the target model:
 
 # %%
 receipts.measured_stall()
 
 # %% [markdown]
-# Computed whole, the prompt stops the four sequences for as long as many of their steps (both are in the rows). In chunks the pause is a few
+# Computed whole, the prompt stops the four sequences for as long as many of their steps. In chunks the pause is a few
 # steps, and the prompt's own first token comes later: on this CPU a small pass is much less efficient than a large one.
 #
 # ### Four policies, two ways back
@@ -436,7 +433,7 @@ show(figures.worst_gaps)
 receipts.policies()
 
 # %% [markdown]
-# The policies differ in how *often* they preempt and in how much each preemption loses. On this trace the longest
+# On this trace the longest
 # sequence frees most, so there are fewest preemptions, and throws most away. One trace does not rank policies: change
 # `crowded()` in `experiments_engines.py` and look again. What does not depend on the trace is the column *used in the
 # step before*: even of the sequences chosen as *least recently used*, nearly all had computed tokens in that step.
@@ -453,8 +450,8 @@ receipts.reserve()
 #
 # ## Break it
 #
-# Four schedulers, each wrong in one place, each after a bug from a real engine. None of them raises an exception. Each
-# on a trace where the fault shows, beside a sound scheduler:
+# Four schedulers, each with a bug from a real engine, on a trace where it shows, beside a sound one. None raises an
+# exception:
 
 # %%
 receipts.faults()
@@ -526,6 +523,24 @@ diagnose = check("diagnose-a-flight", diagnose)
 receipts.overhead()
 
 # %% [markdown]
+# `LLM(async_scheduling=True)` hides it: the host plans a step while the device computes the one before. Two plans then need
+# two buffers, or the device reads the wrong batch. And a victim's pass may be under way. No lock per sequence is needed,
+# only order: its token is kept, and only later passes write into its blocks.
+
+# %%
+receipts_loads.ahead()
+
+# %% [markdown]
+# **Mean lengths** hide what a schedule has to bear. Three loads, each with lengths as drawn and with as many tokens in equal
+# requests:
+
+# %%
+receipts_loads.loads()
+
+# %% [markdown]
+# Test with traffic as it is, prompts and answers apart. Offline work has no latency to keep, so its batch may be as large as
+# memory allows.
+#
 # Besides, a batch whose shape changes in every step is hard to capture in CUDA graphs (engines pad to a few sizes for
 # that), and throughput is bought with TPOT: each sequence in the batch makes the step of all others longer.
 #
@@ -551,7 +566,7 @@ receipts.transformers(at_once["skewed", "continuous"])
 # | stop strings, text, stream | `serve/requests/request.py` | API server | `engine/output_processor.py`, `detokenizer.py` |
 #
 # Both schedulers do the same arithmetic on `num_computed_tokens`. vLLM separates processes so that tokenizing, HTTP and
-# detokenizing never hold up the next forward pass; its engine process only schedules and talks to workers. (vLLM's
+# detokenizing never hold up the next forward pass. (vLLM's
 # [architecture overview](https://docs.vllm.ai/en/latest/design/arch_overview.html); file names since v0.25, whose model runner V2 is the default.)
 #
 # | vLLM option | here |
@@ -566,11 +581,11 @@ receipts.transformers(at_once["skewed", "continuous"])
 # | the last of the running, or of the lowest priority | `policy="latest"`, `"lowest priority"` |
 #
 # Source: vLLM's [optimization and tuning](https://docs.vllm.ai/en/latest/configuration/optimization.html). Its advice
-# against frequent preemption is more blocks, or a smaller `max_num_seqs`: both lower what you measured above.
+# against frequent preemption is more blocks, or a smaller `max_num_seqs`.
 #
 # ## On a GPU
 #
-# This lab has no ranks, so there is nothing to start with `torchrun`. A scheduler is one process per replica; more GPUs
+# This lab has no ranks, so no torchrun script. A scheduler is one process per replica; more GPUs
 # mean more replicas behind a router, or a model cut by tensor parallelism (lab 05) under one scheduler:
 #
 # ```bash

@@ -12,6 +12,7 @@ from course.lab14_continuous_batching import experiments, experiments_breaks, fi
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments_transformers import peer
+from course.lab14_continuous_batching.receipts_loads import ahead
 from course.shared.step_cost import FOUR_H100_70B, H100_8B
 from course.shared.table import Table, seconds, table
 
@@ -310,4 +311,4 @@ def diagnoses() -> Receipt:
     return receipt("diagnosis of recorded runs", rows)
 
 
-CLAIMS = (passes_counted, two_recordings, gaps, preempted, diagnoses)
+CLAIMS = (passes_counted, two_recordings, gaps, preempted, diagnoses, ahead)

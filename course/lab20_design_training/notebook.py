@@ -362,6 +362,33 @@ receipts.decide("starving_input", "read", guess_read)
 receipts.answer("starving_input")
 
 # %% [markdown]
+# ## What limits this run? (skip on a first reading)
+#
+# *"How do we make it faster?"* Ask first: faster in which sense? Seconds per step, tokens per second and GPU, cost per token
+# and days until the loss is reached are four goals with four answers. Then name the resource that ends it before you name a
+# cure. The questions in an order in which each answer ends the search:
+#
+# 1. **Memory**: does it fit, with room for the largest temporary? If not: shard, recompute, offload, quantize.
+# 2. **Input**: which share of a step is spent in `next(batch)`? More workers help only if their CPU time is the limit.
+# 3. **Link**: which share waits for messages that nothing hides? Look at placement first, then at overlap, then at bytes.
+# 4. **Stages and stragglers**: which share waits for other ranks? More microbatches, better balance, another node.
+# 5. **Kernels**: only now. Which share of the peak is reached in the rest, and what would the roofline allow?
+#
+# Validate with the real run, not with the benchmark: lengths, batch, checkpoints on. Five runs, each with one thing wrong:
+
+# %%
+receipts.ledgers()
+
+# %%
+# yours: memory, input, link, bubble or kernels
+diagnosis = {"A": "?", "B": "?", "C": "?", "D": "?", "E": "?"}
+
+# %%
+receipts.limits(diagnosis)
+
+# %% [markdown]
+# *100 % utilisation* could be printed for A, B and C alike. Lab 22 has traces in place of such a page.
+#
 # ## Problem 12 · Strong and weak scaling
 #
 # *"We have 8 GPUs and get 1,024. Will it be 128 times faster?"* An 8B model, 256 sequences of 8,192 tokens per step.
@@ -412,6 +439,56 @@ receipts.decide("money_and_energy", "energy", guess_energy)
 receipts.answer("money_and_energy")
 
 # %% [markdown]
+# ## Around the ranks (skip on a first reading)
+#
+# Ranks are the middle of a training system. What an interviewer draws, with where this course has it:
+#
+#     object store ─▶ tokenize, deduplicate, mix ─▶ loader ─▶ trainer: ranks ─▶ checkpoints ─▶ evaluation, serving
+#       documents          token ids (lab 11)       prefetch   (labs 03 to 09)   (lab 10)        (labs 12 to 19)
+#                                                      ▲            │  │
+#     launcher: Slurm, Kubernetes, torchrun ───────────┴── restarts ┘  └─▶ metrics, traces, alerts (labs 10 and 22)
+#
+# | layer | what it decides | examples |
+# |---|---|---|
+# | framework | autograd, kernels, compiler | [PyTorch](https://docs.pytorch.org/docs/stable/index.html), [JAX](https://docs.jax.dev/en/latest/) |
+# | parallel runtime | what is sharded, when it is sent | DDP, FSDP2, DeepSpeed, Megatron Core: the next table |
+# | communication | which algorithm over which link | [NCCL](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/index.html), gloo, MPI |
+# | orchestration | which nodes, what happens after a failure | [Slurm](https://slurm.schedmd.com/documentation.html), [Kubernetes](https://kubernetes.io/docs/home/), [Ray](https://docs.ray.io/en/latest/train/train.html), [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) |
+# | storage | where data and checkpoints lie | object stores (a blob with a key, read whole or by range), parallel file systems |
+# | observability | what you know when it is slow or wrong | metrics, logs, traces, flight recorder |
+#
+# | library | built for | choose it when | what it leaves to you |
+# |---|---|---|---|
+# | [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html) | replicas | states and activations fit one GPU: 16 to 18 bytes per parameter | all other axes |
+# | [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) | ZeRO-3 on any torch module, block by block | states do not fit, and enough tokens per rank hide 3P | pipeline and tensor parallelism (DTensor, torchtitan) |
+# | [DeepSpeed](https://www.deepspeed.ai/getting-started/) | ZeRO 1 to 3 by a JSON file, offload to host and NVMe | GPUs are few and host memory is plenty | a pipeline needs the model as a list of layers |
+# | [Megatron Core](https://docs.nvidia.com/megatron-core/developer-guide/latest/index.html) | tp, pp, cp, ep of transformers, with a sharded optimizer (ZeRO-1) | layers or experts are too large, or ranks outnumber sequences | your model in its layers |
+#
+# A common rule is *"FSDP up to 13B, Megatron above 30B or for experts"*. It leaves out 13B to 30B, and parameters do not decide:
+# problem 3's 405B needs model parallelism because eight GPUs share a sequence, lab 09's 13B on 32 GPUs does not.
+#
+# Hardware and software are chosen together, in four matches: the axis that talks most to the fastest links; the memory-saving
+# technique to the kind of memory that is full; the scheduler to the shape of the load, not to a benchmark; scaling to the time
+# that a start takes.
+#
+# ## Two pages to keep
+#
+# **Before you design**: Does it fit on one GPU, with states and activations? Is memory or time the problem? Which tensors are
+# replicated today? Which messages does every step send, over which link? What is the global batch, exactly? How fast does it
+# recover?
+#
+# **While it runs**: a simple baseline, measured, before anything clever; ranks placed by topology; compute, memory and network
+# watched apart; sharded checkpoints, and restores that are *tested* (lab 10); the loader profiled like the model; the formula of
+# the batch and of the loss's mean written down, since both change silently with the number of ranks.
+#
+# **Between teams**, three mistakes that no profiler finds: one team is paid for loss, the other for utilisation, so nobody owns
+# time to a given loss; nobody owns the policy of the queue; model, system and product metrics are on three pages, so nobody sees
+# that the loss spiked when the loader was restarted.
+#
+# **For each trade-off one question**: *Memory against communication*: which of them is your wall already? *Throughput against
+# latency*: is the work interactive, offline or both? *Simple against fast*: is the gain worth what it adds to operate? *Cost
+# against quality*: which metric of quality does the product need?
+#
 # ## Where these estimates break down
 #
 # - They assume that layers are alike and experts nearly balanced. A long document on one rank, or one hot expert, sets the

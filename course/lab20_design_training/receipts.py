@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from course.kit.receipts import Row, formula, row, titled
-from course.lab20_design_training import experiments, problems, problems_running
+from course.lab20_design_training import experiments, experiments_limits, problems, problems_running
 from course.shared.cases import Cases
+from course.shared.table import Table, table
 from minillm.predict import faults
 from minillm.predict.planner import published, search
 from minillm.predict.planner.architectures import architecture
@@ -47,6 +48,26 @@ def best_plans() -> Iterator[Row]:
         why = "" if plan is ranking.best else f" ({search.explain(ranking.best, plan)})"
         yield formula(f"{plan.layout}{why}", plan.step.seconds, "s")
         yield formula("    GiB per GPU", round(plan.memory.total / GIB, 1))
+
+
+def ledgers() -> Table:
+    """Five runs, each with one thing wrong, as a page of metrics shows them."""
+    lines = []
+    for letter, (_, run) in experiments_limits.RUNS.items():
+        found = run.ledger
+        shares = (found.memory, found.input, found.link, found.bubble, found.reached)
+        lines.append((f"{letter}: {run.model}, {run.where.gpus} GPUs", *(f"{share:.0%}" for share in shares)))
+    columns = ("", "memory", "waits for input", "for messages", "for stages", "of the peak while it computes")
+    return table("five runs by formula", columns, lines)
+
+
+def limits(diagnosis: dict[str, str]) -> Table:
+    """The reader's diagnosis of each run beside what is wrong with it and what the five questions find."""
+    lines = [
+        (letter, diagnosis.get(letter, "?"), wrong, experiments_limits.limit(run.ledger))
+        for letter, (wrong, run) in experiments_limits.RUNS.items()
+    ]
+    return table("what to look at first", ("run", "you", "what is wrong", "the five questions say"), lines)
 
 
 CLAIMS = (published_runs, save_intervals)

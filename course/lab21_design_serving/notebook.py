@@ -24,6 +24,8 @@
 # >
 # > - *"4-bit weights are four times faster."* At batch one nearly, as scales count too; at a large batch arithmetic is the limit
 # >   ([Frantar et al. 2022](https://arxiv.org/abs/2210.17323), §5, measure batch one).
+# > - *"A 70B model does not fit on one card."* In 16 bits, 141 GB, it does not. With 4.5 bits per weight 40 of 80 GB are
+# >   taken, so choose the precision before the degree of tensor parallelism.
 # > - *"Autoscaling on GPU utilisation absorbs bursts."* A replica of a large model starts in minutes; utilisation is at its
 # >   ceiling by then.
 # > - *"Speculative decoding makes serving 2 to 3 times faster."* For one stream; at large batches it can slow down
@@ -383,6 +385,45 @@ receipts.decide("split_prefill_decode", "moved", guess_moved)
 receipts.answer("split_prefill_decode")
 
 # %% [markdown]
+# ## Where did the time go? (skip on a first reading)
+#
+# A request takes $t_{queue} + t_{prefill} + t_{decode} + t_{network}$. *"It is slow"* is no question before you know which of
+# them is. Ask in this order, since each answer ends the search:
+#
+# 1. **Queue**: is the wait long before anything is computed? Then admission, the limits of the batch, replicas (problem 7).
+# 2. **Memory**: are blocks near their limit, are sequences preempted? Then lengths, prefixes, 8-bit keys (labs 13, 14, 16).
+# 3. **Between devices**: which share of a pass is collectives? Then the degree of tensor parallelism, placement (lab 18).
+# 4. **Kernels and host**: is a pass far above its roofline (lab 25), are there gaps between passes? Then kernels, graphs,
+#    tokenizing, the scheduler's own time (lab 14).
+#
+# Whatever you change, repeat it with the real mix of lengths. Lab 19's last exercise reads such a page of metrics.
+#
+# Five habits: name the parts of a latency before you improve one; compare one node with two; reproduce with fixed lengths and a
+# fixed batch; keep the first request apart from the hundredth; check the arithmetic of the layout before you blame a kernel.
+# The fourth, on this machine:
+
+# %%
+receipts.first_requests()
+
+# %% [markdown]
+# On a CPU a first request pays little: memory that is touched, code that is loaded. On a GPU it also loads or compiles kernels
+# and captures graphs, so warm a replica up before it takes traffic, and leave the first out of the percentiles. The last row
+# had its prompt before: a benchmark that repeats one prompt measures the prefix cache.
+#
+# ## Two pages to keep
+#
+# **Before you design**: Is the load interactive, offline or both? How are the lengths of prompts and answers distributed, in real
+# traffic? How much memory is left for keys and values? What is the policy of the queue? How long does a start take? Which metric
+# is success: latency, throughput or cost?
+#
+# **While it runs**: p50, p95 and p99, with the queue apart; a budget for keys and values, not for weights alone; continuous
+# batches where requests differ; hot models and adapters kept warm; the simplest placement that keeps talkative groups on fast
+# links; admission that refuses before the tail explodes.
+#
+# Five ideas carry both design labs. Every optimisation trades compute, memory, communication and the work of running it. A fast
+# link and a slow one are not interchangeable. Serving is scheduling and memory as much as arithmetic. The load decides, not
+# somebody else's benchmark. And take a time apart before you try to shorten it.
+#
 # ## Where these estimates break down
 #
 # - One server with exponential services is a caricature of an engine that serves a batch. It has the right wall, not the right

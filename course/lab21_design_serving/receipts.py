@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 from course.kit.receipts import Row, formula, row, titled
-from course.lab21_design_serving import experiments, problems, problems_running
+from course.lab21_design_serving import experiments, experiments_cold, problems, problems_running
 from course.shared.cases import Cases
+from course.shared.table import Table, table
+from course.shared.table import seconds as as_seconds
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import GIB, cluster
 from minillm.predict.planner.serving import rank_serving
@@ -50,6 +53,21 @@ def capacity(model: str = "llama-3-70b", gpus: int = 8) -> Iterator[Row]:
         yield formula(f"TPOT of at most {limit * 1e3:.0f} ms: {layout}", best.tokens_per_s, "tokens/s")
         yield formula("    sequences per replica", best.sequences)
         yield formula("    GiB of cache per GPU", round(best.cache / GIB, 1))
+
+
+def first_requests() -> Table:
+    """The first request of a process beside later ones."""
+    took = experiments_cold.in_a_new_process()
+    steady = median(took[-11:-1])
+    cases = {
+        "the first request": took[0],
+        "the second": took[1],
+        f"the {len(took) - 1}th (median of the last ten)": steady,
+        "the last prompt once more": took[-1],
+    }
+    lines = [(name, as_seconds(each), f"{each / steady:.1f}") for name, each in cases.items()]
+    title = f"{experiments_cold.PROMPT} + {experiments_cold.ANSWER} tokens, the draft model, a new process"
+    return table(title, ("", "measured", "/ steady state"), lines)
 
 
 CLAIMS = (queue_at_loads, bounded_queue)

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from course.kit import course
+from course.lab20_design_training import experiments_limits
 from course.lab20_design_training import receipts as training
+from course.lab21_design_serving import experiments_cold
 from course.lab21_design_serving import receipts as serving
 from course.shared.decisions import MOVES, Decision, decide, judge, shown
 from course.shared.units import in_unit
@@ -249,6 +251,30 @@ def test_what_lab_20_says_of_published_runs():
     found = [published.compare(run) for run in published.CHOSEN]
     off = sorted(abs(each.off) for each in found)
     assert off[-1] < 0.12 and off[len(off) // 2] < 0.05, "the notebook says 12 % and 5 %"
+
+
+@pytest.mark.parametrize("letter", experiments_limits.RUNS)
+def test_five_questions_find_what_is_wrong_with_each_run(letter):
+    wrong, run = experiments_limits.RUNS[letter]
+    assert experiments_limits.limit(run.ledger) == wrong
+    shares = run.ledger.input, run.ledger.link, run.ledger.bubble
+    assert all(0 <= share < 1 for share in shares) and sum(shares) < 1 and 0 < run.ledger.reached < 1
+
+
+def test_the_five_questions_are_asked_in_order():
+    sound = experiments_limits.Ledger(0.9, 0.0, 0.05, 0.1, 0.5)
+    assert experiments_limits.limit(sound) == "none"
+    for change, found in (
+        ({"memory": 1.01, "link": 0.5}, "memory"),
+        ({"input": 0.3, "link": 0.2}, "input"),
+        ({"bubble": 0.4, "reached": 0.2}, "bubble"),
+        ({"reached": 0.2}, "kernels"),
+    ):
+        assert experiments_limits.limit(replace(sound, **change)) == found
+
+
+def test_requests_are_timed_one_by_one_in_a_process_of_their_own():
+    assert len(experiments_cold.in_a_new_process(3)) == 4
 
 
 def test_bytes_are_quoted_with_three_digits():

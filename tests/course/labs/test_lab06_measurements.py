@@ -5,6 +5,7 @@ import pytest
 
 from course.lab06_pipeline_parallel import experiments
 from course.lab06_pipeline_parallel import experiments_breaks as breaks
+from course.lab06_pipeline_parallel import experiments_overlap as overlap
 from course.lab06_pipeline_parallel import experiments_stale as stale
 from course.lab06_pipeline_parallel import figures as pictures
 from course.lab06_pipeline_parallel.experiments import FORWARD_S, MODEL, PRINTED_CHART, ROWS, SEQ, Job
@@ -46,6 +47,18 @@ def test_the_printed_chart_breaks_every_gradient_that_travels():
     chart = schedules.parse_chart(PRINTED_CHART)
     assert chart.schedule.orders == schedules.one_f_one_b(4, 8).orders
     assert len(schedules.violations(chart)) == sum(edge.is_gradient for edge in chart.schedule.messages) == 24
+
+
+def test_messages_hide_behind_the_other_direction_and_no_chain_overtakes_itself():
+    assert overlap.together(overlap.FORWARD) == 4  # alone nothing overlaps
+    for layers in (1, 3, 8):
+        chains = overlap.FORWARD * layers, overlap.BACKWARD * layers
+        compute, link = (overlap.busy(what, *chains) for what in ("compute", "link"))
+        assert (compute, link) == (6 * layers, 4 * layers)
+        assert overlap.together((*chains[0], *chains[1])) == compute + link
+        assert max(compute, link) <= overlap.together(*chains) < compute + link
+    began = overlap.emulated(overlap.FORWARD, overlap.BACKWARD, unit_s=0.001)
+    assert began > 6 * (1 - 1e-9)  # sleeping cannot be quicker than the unit that both need
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

@@ -11,6 +11,8 @@ from course.lab13_paged_attention import experiments, paging
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
 from course.lab13_paged_attention import experiments_sharing as sharing
+from course.lab13_paged_attention import experiments_stale as stale
+from course.lab13_paged_attention import experiments_window as sliding
 from course.lab13_paged_attention import figures as pictures
 from course.lab13_paged_attention import formulas as predict
 
@@ -48,6 +50,17 @@ def test_the_small_engine_shows_a_missing_copy():
     engine.decode(fork, 10, second)
     assert not torch.equal(engine.memory[:, :, table[2], 2], written)  # the fork wrote over it
     assert engine.copies == []
+
+
+@pytest.mark.parametrize(("window", "held"), [(None, 9), (64, 5), (17, 2)])
+def test_a_window_bounds_what_a_sequence_holds(window, held):
+    found = sliding.most_held(window)
+    assert found.equal and found.held == found.expected == held
+
+
+def test_a_checksum_names_each_damaged_block_though_most_answers_stay():
+    found = stale.flipped_bits(answer=4, bits=(0, 30))
+    assert found["named"] == found["of"] == 2 and found["repaired"]
 
 
 @pytest.mark.parametrize("block_size", [4, 16])

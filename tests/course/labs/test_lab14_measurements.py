@@ -4,7 +4,7 @@ import pytest
 
 from course.kit.answers import answers_of
 from course.kit.interact import render
-from course.lab14_continuous_batching import experiments
+from course.lab14_continuous_batching import experiments, experiments_ahead, experiments_loads
 from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures as pictures
@@ -48,6 +48,29 @@ def test_latencies_read_from_records_are_those_that_happened():
     )
     for name, history in flight.histories.items():
         assert found[name] == pytest.approx((history.ttft, history.tpot, history.worst_gap))
+
+
+def test_a_plan_ahead_changes_no_answer_though_victims_are_under_way():
+    found = experiments_ahead.asynchronous()
+    assert found.equal and found.used == 0
+    assert 0 < found.under_way <= found.preempted and found.steps // 2 < found.ahead < found.steps
+
+
+def test_one_buffer_for_two_plans_is_overwritten_and_two_are_not():
+    assert experiments_ahead.overwritten([[0], [0, 1], [0, 1], [1]], 1) == 2
+    assert all(experiments_ahead.overwritten([[step] for step in range(9)], buffers) == 0 for buffers in (2, 3))
+
+
+@pytest.mark.parametrize("name", experiments_loads.LOADS)
+def test_means_have_as_many_tokens_and_a_shorter_tail(name):
+    load = experiments_loads.LOADS[name]
+    lengths = experiments_loads.drawn(load)
+    alike = experiments_loads.means(lengths)
+    for one, other in zip(zip(*lengths, strict=True), zip(*alike, strict=True), strict=True):
+        assert sum(one) == pytest.approx(sum(other), rel=0.01)
+    drawn, even = (experiments_loads.played(load, each) for each in (lengths, alike))
+    assert not drawn.stuck and drawn.computed == drawn.needed  # the pool is large enough
+    assert drawn.spread("worst_gap").p99 >= even.spread("worst_gap").p99 or load.rate is None
 
 
 @pytest.mark.parametrize("fault", breaks.FAULTS)
