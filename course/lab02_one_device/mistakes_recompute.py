@@ -1,4 +1,4 @@
-"""Spoilers of lab 02, recomputation: blocks that keep too much or lose a gradient, and right ones that look different."""
+"""Spoilers of lab 02, recomputation: blocks that keep too much or lose a gradient, and right ones of another make."""
 
 import torch
 from torch.utils.checkpoint import checkpoint
