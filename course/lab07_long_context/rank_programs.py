@@ -70,7 +70,9 @@ class MessageLog:
         self.peers += [to for _, to in sends]
         message = [x for x, _ in sends], [x for x, _ in recvs]
         if any(_overlap(x, y) for x in message[1] for leaving, _ in (*self.under_way, message) for y in leaving):
-            self.raced = "receives into a block that is still being sent: receive into a tensor of its own"
+            self.raced = (
+                self.raced or "receives into a block that is still being sent: receive into a tensor of its own"
+            )
         for storage in (x.untyped_storage() for x in message[1]):
             if storage.data_ptr() not in self._alive:
                 self._alive[storage.data_ptr()] = storage.nbytes()
@@ -93,7 +95,7 @@ class MessageLog:
         self.held = max(self.held, sum(self._alive.values()))
         self.attended.append(source)
         if any(_overlap(x, y) for x in block for _, arriving in self.under_way for y in arriving):
-            self.raced = "attends to a block that is still on its way: wait before you read it"
+            self.raced = self.raced or "attends to a block that is still on its way: wait before you read it"
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
