@@ -74,7 +74,7 @@ def draw_link(links: dict[int, LinkFit], world_size: int) -> Figure:
     axes.set(xlabel="message", ylabel="time of one round")
     alpha = EngFormatter(unit="s", places=1)(fit.latency_s)
     beta = EngFormatter(unit="B/s", places=1)(fit.bandwidth_bytes_per_s)
-    fitted = f"One round of a ring of {world_size} ranks: latency α = {alpha}, bandwidth β = {beta}"
+    fitted = f"One round of a ring of {world_size} ranks: α = {alpha}, β = {beta}, typically within {fit.error:.0%}"
     headline(axes, "Small messages cost the latency, large ones bytes over bandwidth", fitted)
     axes.legend(loc="upper left")
     return figure

@@ -61,7 +61,8 @@ from minillm.comm import HangError, RankError, launch
 # ## 1 · What this machine can do
 #
 # The next cell measures the machine: about 15 seconds the first time, then the card is kept. Everything below is
-# predicted from it.
+# predicted from it. If the card says that the machine was busy, measure again when it is quiet:
+# `measure.machine(refresh=True)`.
 
 # %%
 card = measure.machine()

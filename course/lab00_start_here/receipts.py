@@ -114,7 +114,7 @@ def witnesses(average: Callable = ANSWERS.average, num_bytes: int = 8 * MIB) -> 
     cost = comms.ring_all_reduce(num_bytes // 4, 4, WORLD)
     rows = [row(f"rank {r} sent, by its ledger", cost.sent_per_rank[r], found[r][0], "B") for r in range(WORLD)]
     rows.append(row("all ranks, on the wire", cost.total_bytes, found[0][1], "B", tolerance=0.03, noisy=True))
-    return receipt("the mean of 8 MiB over 4 ranks", rows, show="on the wire")
+    return receipt("the mean of 8 MiB over 4 ranks", rows, open_rows=1, show="on the wire")
 
 
 def links(card: Machine, fit_link: Callable) -> Table:
@@ -139,7 +139,7 @@ def all_reduce_time(guess_ms: float | None = None) -> Receipt:
     return receipt(
         f"all-reduce of 1 MiB on {WORLD} ranks: {cost.rounds} rounds of α + bytes/β",
         [
-            row("median run", expected, median, "s", tolerance=3.0, guess=guess, noisy=True),
+            row("median run, allowed: a factor of 4", expected, median, "s", tolerance=3.0, guess=guess, noisy=True),
             row("    best run", None, runs[0], "s"),
             row("    worst run", None, runs[-1], "s"),
         ],
@@ -195,6 +195,7 @@ def interview() -> Receipt:
             ),
             formula("5. all-reduce of 1 MiB on 64 ranks", all_reduce_s(64), "s"),
         ],
+        open_rows=8,
     )
 
 

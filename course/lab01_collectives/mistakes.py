@@ -316,6 +316,19 @@ mistake(
 )
 
 
+mistake(
+    "ring-all-reduce",
+    "mean-of-everything",
+    {
+        "mine = reduce_scatter(x, group)": (
+            'if op == "avg":\n        return x.copy_(all_gather(x, group).view(group.world_size, -1).mean(0))\n'
+            "    mine = reduce_scatter(x, group)"
+        )
+    },
+    expect='times as many: with op="avg": reduce-scatter first',
+)
+
+
 @mistake("ring-all-reduce", "owners-instead-of-a-ring", expect="which is not its neighbour")
 def one_owner_per_chunk(x, group, op="sum"):
     mine = sends_each_chunk_to_its_owner(x, group)

@@ -169,7 +169,7 @@ def draw_split(splits: Mapping[str, Mapping[str, float]]) -> Figure:
     for place, split in enumerate(splits.values()):
         left = 0.0
         for part, (colour, hatch) in parts.items():
-            label = part if place == 0 else None
+            label = part if place == 0 and split[part] > 0.005 * split["step"] else None  # else too thin to be seen
             axes.barh(place, split[part] * 1e3, 0.6, left, color=colour, hatch=hatch, edgecolor="white", label=label)
             left += split[part] * 1e3
         axes.text(left, place, f"  MFU {split['mfu']:.0%}", va="center", fontsize=9)
@@ -235,6 +235,7 @@ def draw_runs(runs: Mapping[str, Any]) -> Figure:
     left.set(xlabel="step", ylabel="loss (nats)")
     right.set(xlabel="step", ylabel="norm of the gradient", yscale="log")
     left.legend()
+    headline(figure, "Three fine-tunings from the same weights, on the same text")
     return figure
 
 

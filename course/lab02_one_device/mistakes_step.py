@@ -1,5 +1,5 @@
-"""Spoilers of lab 02, the step: wrong ways to accumulate, scale, recompute and clip that people write, and right ones
-that look different."""
+"""Spoilers of lab 02, the step: wrong ways to accumulate, scale and clip that people write, and right ones that look
+different."""
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,19 @@ mistake(
     },
     expect="call backward\\(\\) inside the loop",
 )
+
+
+COUNTED = {}
+
+
+@mistake("accumulate", "the first call's tokens for ever", expect="is off by")
+def counts_once(model, microbatches):
+    tokens, loss = COUNTED.setdefault("tokens", sum(count(targets) for _, targets in microbatches)), 0.0
+    for inputs, targets in microbatches:
+        nll, _ = model(inputs, targets=targets)
+        (nll / tokens).backward()
+        loss += nll.item() / tokens
+    return loss
 
 
 @mistake("accumulate", "one big batch", expect="that is the big batch itself")
@@ -196,118 +209,6 @@ def looks_first(loss, optimizer, scale, good_steps, interval):
     optimizer.step()
     good_steps = (good_steps + 1) % interval
     return scale if good_steps else scale * 2, good_steps
-
-
-# Recomputation.
-
-
-@mistake("recompute-block", "keeps the graph of the forward pass", expect="keep x only")
-class KeepsTheGraph(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, block, x, *parameters):
-        ctx.block, ctx.x = block, x.detach().requires_grad_()
-        with torch.enable_grad():
-            ctx.y = block(ctx.x)
-        return ctx.y.detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None, *torch.autograd.grad(ctx.y, (ctx.x, *ctx.block.parameters()), gradient)
-
-
-mistake(
-    "recompute-block",
-    "backward inside, and its gradients returned",
-    {
-        "return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)": (
-            "y.backward(gradient)\n"
-            "        return None, x.grad, *[parameter.grad.clone() for parameter in "
-            "ctx.block.parameters()]"
-        )
-    },
-    expect="also wrote into .grad",
-)
-mistake(
-    "recompute-block",
-    "forgets the gradient from above",
-    {"parameters()), gradient)": "parameters()), torch.ones_like(gradient))"},
-    expect="gradient from above",
-)
-mistake(
-    "recompute-block",
-    "runs the block without autograd",
-    {("        x = x.detach().requires_grad_()\n        with torch.enable_grad():\n            y ="): "        y ="},
-    expect="does not require grad",
-)
-
-
-@mistake("recompute-block", "parameters get theirs inside, none is returned", expect="no gradient of the parameters")
-class Reentrant(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, block, x, *parameters):
-        ctx.block, ctx.count = block, len(parameters)
-        ctx.save_for_backward(x)
-        return block(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.block(x), gradient)
-        return (None, x.grad) + (None,) * ctx.count
-
-
-alternative(
-    "recompute-block",
-    "keeps x as an attribute",
-    {
-        "ctx.save_for_backward(x)": "ctx.x = x",
-        "(x,) = ctx.saved_tensors": "",
-        "x = x.detach()": "x = ctx.x.detach()",
-    },
-)
-mistake(
-    "recompute-block",
-    "runs the block twice in backward",
-    {"            y = ctx.block(x)": ("            ctx.block(x)\n            y = ctx.block(x)")},
-    expect="2 are enough",
-)
-
-
-INPUTS = {}
-
-
-@mistake("recompute-block", "keeps x by block, in a global", expect="wrong where one runs twice before backward")
-class KeptByBlock(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, block, x, *parameters):
-        ctx.block = block
-        INPUTS[id(block)] = x.detach().clone()
-        return block(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = INPUTS[id(ctx.block)].requires_grad_()
-        with torch.enable_grad():
-            y = ctx.block(x)
-        return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)
-
-
-@alternative("recompute-block", "backward into a copy of the leaves")
-class OnLeaves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, block, x, *parameters):
-        ctx.block, ctx.names = block, [name for name, _ in block.named_parameters()]
-        ctx.save_for_backward(x, *parameters)
-        return block(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-        with torch.enable_grad():
-            y = torch.func.functional_call(ctx.block, dict(zip(ctx.names, leaves[1:], strict=True)), (leaves[0],))
-        y.backward(gradient)
-        return None, *[leaf.grad for leaf in leaves]
 
 
 # Clipping.

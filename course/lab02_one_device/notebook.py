@@ -478,7 +478,7 @@ receipts.higher_rate()
 #
 # **Recomputation** buys nothing if the activations fit: the time is lost. It pays when the freed memory allows a larger
 # batch that fills the device better, or saves a collective. **Selective** recomputation repeats no matmul, but Python
-# overhead at each operation eats part of the saved time. **Accumulation** costs no FLOPs, but small microbatches use
+# overhead can make it slower than recomputing every 2nd block. **Accumulation** costs no FLOPs, but small microbatches use
 # the device less well, and gradients are read and written once per microbatch. **bf16** gains time only where the
 # device has units for it.
 

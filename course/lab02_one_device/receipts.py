@@ -193,7 +193,8 @@ def core_attention() -> Table:
              f"{(32 + core) / (34 + core):.0%}", f"{1 / 3:.0%}")
         )  # fmt: skip
     columns = ("", "bytes per s·b·h", "core attention: saves", "more FLOPs", "whole layer: saves", "more FLOPs")
-    return table("activations of one layer, formula", columns, lines)
+    title = "one layer, formula; more FLOPs is of a whole step, and of its forward pass three times as much"
+    return table(title, columns, lines)
 
 
 def clipping(clip: Callable | None = None) -> Receipt:

@@ -87,6 +87,12 @@ def joins_them(model, group):
 
 
 mistake(
+    "naive-ddp",
+    "float32-on-the-wire",
+    {"group.all_reduce(parameter.grad)": "parameter.grad.copy_(group.all_reduce(parameter.grad.float()))"},
+    expect="is right to float32's digits only",
+)
+mistake(
     "naive-ddp", "always-3", {"group.world_size": "3"}, expect="step 1, rank .* is .* times the mean over the ranks"
 )
 mistake("naive-ddp", "divides-by-4", {"group.world_size": "4"}, expect="is 0.75 times the mean over the ranks")

@@ -383,7 +383,7 @@ show(figures.draw_bucket_sweep, numbers=far["sweep"])
 receipts.bucket_sizes(far["sweep"])
 
 # %% [markdown]
-# Between too many buckets and one there is a flat valley; torch's default of 25 MB was chosen to lie in it. Its first
+# Between too many buckets and one there is a flat valley; torch's default of [25 MB](https://arxiv.org/abs/2006.15704) was chosen to lie in it. Its first
 # bucket is smaller (1 MB), so that the link is busy early, unless you give `bucket_cap_mb`.
 #
 # ### One rank is late

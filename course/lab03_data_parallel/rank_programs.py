@@ -23,6 +23,7 @@ from minillm.predict import comms
 
 LR = 0.1
 CLOSE = 1e-9  # relative error that another order of summation can explain in float64
+SINGLE = 1e-6  # and that float32 explains
 Gradients = dict[str, Tensor | None]
 
 
@@ -216,6 +217,8 @@ def say_gradient(
         for factor in (n, 1 / n):
             if _error(found, factor * owns[rank]) <= CLOSE:
                 return f"is this rank's own {'times' if factor > 1 else 'divided by'} {n}: nothing was added up"
+    if _error(found, right) <= SINGLE:
+        return "is right to float32's digits only: the gradient is float64, and something on the way is not"
     ratio = found.flatten().dot(right.flatten()) / right.flatten().dot(right.flatten())
     if _error(found, ratio * right) <= CLOSE:
         return f"is {ratio:.3g} times the mean over the ranks"

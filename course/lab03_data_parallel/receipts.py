@@ -145,7 +145,7 @@ def overlap(forms: dict[str, Any], guess_hidden: float | None = None) -> Iterato
         due, took = form["predicted_s"], form["step_s"]
         hidden = f"{name}: share of communication hidden, at best"
         yield row(hidden, 7 / 8, form["hidden"], "", 0.2, guess=guess_hidden, noisy=True)
-        yield row("    the step: max(backward, comm.) + last bucket", due, took, "s", 0.25, noisy=True)
+        yield row("    the step: backward + last bucket, as communication fits", due, took, "s", 0.25, noisy=True)
     yield row("naive: backward + communication", naive[1]["predicted_s"], naive[1]["step_s"], "s", 0.25, noisy=True)
 
 

@@ -35,7 +35,7 @@ FORMULA = (
     difficulty=2,
     hints=(
         "The norm of the whole gradient is the root of a sum of squares. Which part of that sum can each rank know?",
-        "Add up the squares of your real elements (what lies behind element numel of the flat gradient is padding and "
+        "Add up the squares of your real elements (what follows element numel of the flat gradient is padding and "
         "can be anything), all-reduce that one number, take the root, scale by min(1, max_norm / norm).",
     ),
 )

@@ -256,7 +256,7 @@ GatheredBlock = check("gather-compute-free", GatheredBlock)
 
 # %%
 def clip(gradient, numel, max_norm, group):
-    """gradient: [n], this rank's shard of the flat gradient of numel elements; what lies behind
+    """gradient: [n], this rank's shard of the flat gradient of numel elements; what follows
     them is padding and may hold anything. Scales the shard in place so that the whole gradient's
     norm is max_norm at most; returns that norm (before scaling)."""
     # BEGIN SOLUTION

@@ -1,7 +1,7 @@
 """Lab 05, tensor parallelism: the embedding and the loss, cut along the vocabulary."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, row
 from course.lab05_tensor_parallel import rank_programs
+from course.lab05_tensor_parallel.checks import say_gradient
 from course.lab05_tensor_parallel.rank_programs import Passed, Vocabulary, close, shown
 from course.shared.diagnose import say_rounded
 from minillm.predict import comms
@@ -34,10 +35,8 @@ def check_embedding(learner: Callable) -> Receipt:
     by_case = rank_programs.try_cases(rank_programs.run_vocabulary, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, by_case, strict=True):
-        table = rank_programs.leaf(case.table)
-        F.embedding(case.ids, table).backward(case.output_gradient)
         for rank, passed in enumerate(ranks):
-            _judge_embedding(case, rank, passed, table.grad)
+            _judge_embedding(case, rank, passed)
         n, numbers = case.world_size, case.output_gradient.numel()
         cost = comms.ring_all_reduce(numbers, case.table.element_size(), n).sent_per_rank[0]
         found = [
@@ -47,10 +46,12 @@ def check_embedding(learner: Callable) -> Receipt:
         ]
         if ranks[0].forward.bytes > cost or ranks[0].backward.calls:
             raise CheckFailed(
-                f"right values, but forward called {ranks[0].forward} and backward {ranks[0].backward}: one all-reduce "
-                f"of the {numbers} looked-up numbers is enough, and the rows' gradients stay where the rows are",
+                f"right embeddings, but forward called {ranks[0].forward} and backward {ranks[0].backward}: one "
+                f"all-reduce of the {numbers} looked-up numbers is enough, and the rows' gradients stay where the rows "
+                "are",
                 [*rows, *found],
             )
+        _judge_row_gradients(case, ranks)
         rows += shown(case, found)
     return Receipt("an embedding cut by rows", tuple(rows))
 
@@ -77,7 +78,7 @@ def _refuse_changes(passed: Passed, who: str) -> None:
         )
 
 
-def _judge_embedding(case: Vocabulary, rank: int, passed: Passed, gradient: Tensor) -> None:
+def _judge_embedding(case: Vocabulary, rank: int, passed: Passed) -> None:
     _refuse_changes(passed, f"rank {rank} of {case.world_size}")
     n, who, found = case.world_size, f"rank {rank} of {case.world_size}", passed.results["output"]
     right, share = case.table[case.ids], len(case.table) // case.world_size
@@ -98,11 +99,17 @@ def _judge_embedding(case: Vocabulary, rank: int, passed: Passed, gradient: Tens
             else:
                 said = "it is no row of the table: do ranks without the token add something, or does nobody sum?"
         raise CheckFailed(f"{who}: the embedding of {token}, is wrong: {said}")
-    if not close(passed.results["d0"], gradient.chunk(n)[rank]):
-        raise CheckFailed(
-            f"{who}: the embeddings are right, but the gradient of its rows is wrong: rows that a token did not use "
-            "get none of it"
-        )
+
+
+def _judge_row_gradients(case: Vocabulary, ranks: Sequence[Passed]) -> None:
+    table, n = rank_programs.leaf(case.table), case.world_size
+    F.embedding(case.ids, table).backward(case.output_gradient)
+    for rank, (passed, wanted) in enumerate(zip(ranks, table.grad.chunk(n), strict=True)):
+        if not close(passed.results["d0"], wanted):
+            raise CheckFailed(
+                f"rank {rank} of {n}: the embeddings are right, but the gradient of its rows is "
+                f"{say_gradient(passed.results['d0'], wanted, n)}: a row gets the sum over the tokens that used it"
+            )
 
 
 @exercise(

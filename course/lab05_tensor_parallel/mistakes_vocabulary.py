@@ -54,7 +54,21 @@ def gathers_the_table(tokens, rows, group):
     return F.embedding(tokens, Gather.apply(rows))
 
 
-@mistake("vocabulary-embedding", "gathers-the-table-outside-autograd", expect="a collective has no backward of its own")
+@mistake("vocabulary-embedding", "gathers-the-table-and-sums-gradients", expect="1 all_gather and backward 1 reduce_sc")
+def gathers_and_scatters(tokens, rows, group):
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows):
+            return group.all_gather(rows)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return group.reduce_scatter(gradient.contiguous())
+
+    return F.embedding(tokens, Gather.apply(rows))
+
+
+@mistake("vocabulary-embedding", "gathers-the-table-outside-autograd", expect="1 all_gather.*no weight has to travel")
 def looks_up_in_a_gathered_copy(tokens, rows, group):
     return F.embedding(tokens, group.all_gather(rows.detach()))
 

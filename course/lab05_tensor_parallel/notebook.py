@@ -87,7 +87,7 @@ receipts.gpt3_traffic(guess_gb)
 # | "Layer norm needs communication under sequence parallelism." | Not for activations. Its weight gradients are summed once per step. |
 # | "An activation costs $sbh(34 + 5as/h)$ per layer." [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), §4 | Right for stored attention scores. With [FlashAttention, Dao et al. 2022](https://arxiv.org/abs/2205.14135), the term $5as/h$ disappears. |
 # | "Communication in the forward pass cannot be hidden." | It can, by cutting the product into pieces: [torch's async TP](https://discuss.pytorch.org/t/209487), Megatron's `--tp-comm-overlap`. |
-# | "Tensor parallelism cannot leave the node." | It depends on link and width; in racks that are one NVLink domain of 72 GPUs, larger groups work. |
+# | "Tensor parallelism cannot leave the node." | It depends on link and width; in racks that are one NVLink domain of [72 GPUs](https://www.nvidia.com/en-us/data-center/gb200-nvl72/), larger groups work. |
 #
 # ## Build it
 #

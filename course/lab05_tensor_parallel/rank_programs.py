@@ -101,9 +101,12 @@ def there_and_back(
     if output.dtype != output_gradient.dtype:
         raise CheckFailed(f"it returned {output.dtype} for inputs of {output_gradient.dtype}: keep their dtype")
     if not output.requires_grad:
+        gathered = (
+            f" (forward called {traffic(forward)}: no weight has to travel)" if forward.calls["all_gather"] else ""
+        )
         raise CheckFailed(
             "autograd cannot pass through it: a collective has no backward of its own, so what it returns is a new "
-            "leaf. Put it into an autograd Function, as Enter and Leave are"
+            f"leaf. Let Enter and Leave communicate, whose backward you wrote{gathered}"
         )
     with measure.ledger() as backward:
         output.backward(output_gradient)

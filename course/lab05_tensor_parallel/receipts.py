@@ -159,7 +159,7 @@ def single_layers(found: dict[str, tuple[str, str]] | None = None) -> Iterator[R
         yield row(f"{name}: forward + backward", due, " + ".join(found[name]))
 
 
-@titled("emulated products and link", open_rows=2)
+@titled("emulated products and link", open_rows=3)
 def overlap(backward: dict[str, dict[str, Any]], forward: dict[int, tuple[float, float]]) -> Iterator[Row]:
     for pieces, (predicted, measured) in forward.items():
         name = f"forward of a row layer in {pieces} piece{'s' * (pieces > 1)}"

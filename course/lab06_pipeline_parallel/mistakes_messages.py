@@ -127,6 +127,21 @@ mistake(
     expect="the input's gradient is not right after backward",
 )
 mistake("split-backward", "keeps-a-graph", {"x.detach()": "x"}, expect="weight.grad carries a graph")
+mistake(
+    "split-backward",
+    "outer-products-at-once",
+    {
+        "def weight_gradient():\n            found = gradient.T @ x.detach()": (
+            "found = (gradient[:, :, None] * x[:, None, :]).sum(0)\n\n        def weight_gradient():"
+        )
+    },
+    expect="only its addition",
+)
+alternative(
+    "split-backward",
+    "outer-products",
+    {"gradient.T @ x.detach()": "(gradient[:, :, None] * x.detach()[:, None, :]).sum(0)"},
+)
 alternative(
     "split-backward",
     "accumulates-through-autograd",

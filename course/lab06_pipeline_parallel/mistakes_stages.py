@@ -43,6 +43,16 @@ mistake("stage-step", "input-without-gradient", {"x.requires_grad_()": ""}, expe
 
 mistake(
     "stage-step",
+    "handles-thrown-away",
+    {
+        "self.sent.append(self.group.send(y, self.group.rank + 1, async_op=True))": (
+            "self.group.send(y, self.group.rank + 1, async_op=True)"
+        )
+    },
+    expect="handles nobody waits for, so they may never arrive: keep it in self.sent",
+)
+mistake(
+    "stage-step",
     "activations-wait",
     {
         "self.sent.append(self.group.send(y, self.group.rank + 1, async_op=True))": (
@@ -196,6 +206,14 @@ mistake(
         )
     },
     expect="Deadlock: these ranks are all in send",
+)
+
+
+mistake(
+    "tied-embedding",
+    "never-waits",
+    {"recv=(theirs, other))": "recv=(theirs, other), async_op=True)"},
+    expect="handles nobody waits for, so they may never arrive: wait",
 )
 
 

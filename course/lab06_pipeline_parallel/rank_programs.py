@@ -10,15 +10,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from course.kit.exercises import CheckFailed
 from course.shared.groups import on_groups
 from minillm import measure
-from minillm.comm import Group
+from minillm.comm import Group, Work
 
 WIDTH, ROWS = 6, 3  # of what travels
 GROUP_ONLY = {"send", "recv", "exchange"}
@@ -113,6 +115,7 @@ def run_stage(group: Group, learner: Callable, cases: Sequence[StageCase]) -> li
             for handle in getattr(stage, "sent", ()):
                 if hasattr(handle, "wait"):
                     handle.wait()
+            sends.refuse_lost("keep it in self.sent, where the caller waits for it")
         part.barrier()
         return Staged(module.weight.grad, peak, led.messages, led.bytes(), sends.waits, led.calls)
 
@@ -120,20 +123,24 @@ def run_stage(group: Group, learner: Callable, cases: Sequence[StageCase]) -> li
 
 
 class Sends:
-    """Watches a group's sends. waits: those that were waited for in the very call that posted them."""
+    """Watches a group's messages. waits: sends that were waited for in the very call that posted them."""
 
     def __init__(self, group: Group) -> None:
-        self.group, self.waits, self._waited = group, 0, []  # _waited: of each send of this call, whether
+        self.group, self.waits = group, 0
+        self._of_this_call: list[Work] = []  # sends
+        self._open: list[Work] = []  # handles that nobody has waited for; without one a message may never leave
 
     def __enter__(self) -> "Sends":
         post = self.group.exchange
 
         def exchange(send: Any = (), recv: Any = (), async_op: bool = False, **how: Any) -> Any:
             work = post(send, recv, async_op, **how)
-            if send:
-                self._waited.append(not async_op)
-                if async_op:
-                    work.wait = self._noted(work.wait)
+            if async_op:
+                self._open.append(work)
+                self._of_this_call += [work] if send else []
+                work.wait = partial(self._wait, work, work.wait)
+            else:
+                self.waits += bool(send)
             return work
 
         self.group.exchange = exchange
@@ -142,18 +149,23 @@ class Sends:
     def __exit__(self, *error: Any) -> None:
         del self.group.exchange  # the method shows through again
 
-    def _noted(self, wait: Callable[[], Any]) -> Callable[[], Any]:
-        waited, place = self._waited, len(self._waited) - 1
-
-        def noted() -> Any:
-            waited[place] = True
-            return wait()
-
-        return noted
+    def _wait(self, work: Work, wait: Callable[[], Any]) -> Any:
+        if work in self._open:
+            self._open.remove(work)
+            self.waits += work in self._of_this_call
+        return wait()
 
     def end_call(self) -> None:
         """From now on the caller may wait."""
-        self.waits, self._waited = self.waits + sum(self._waited), []
+        self._of_this_call = []
+
+    def refuse_lost(self, advice: str) -> None:
+        """CheckFailed if a message was posted whose handle nobody has waited for."""
+        if self._open:
+            raise CheckFailed(
+                f"rank {self.group.rank} of {self.group.world_size} posts {len(self._open)} messages with "
+                f"async_op=True whose handles nobody waits for, so they may never arrive: {advice}"
+            )
 
 
 def in_one_process(case: StageCase, changed: Callable[[Tensor, int], Tensor] | None = None) -> list[Tensor]:
@@ -240,8 +252,9 @@ def run_tied(group: Group, learner: Callable, cases: Sequence[Tied]) -> list[Sum
         if part.rank in (0, part.world_size - 1):
             weight = nn.Parameter(torch.ones_like(case.gradients[0]))
             weight.grad = case.gradients[part.rank].clone()
-        with measure.ledger() as led:
+        with measure.ledger() as led, Sends(part) as sends:
             learner(weight, part)
+            sends.refuse_lost("wait() for it before the gradient is used")
         part.barrier()
         moved = weight is not None and not torch.equal(weight.detach(), torch.ones_like(weight))
         return Summed(None if weight is None else weight.grad, moved, led.bytes(), led.calls)

@@ -121,17 +121,21 @@ def _judge_ring(case: RingCase, found: Sequence[RingRecord]) -> list:
             raise CheckFailed(
                 f"{name} attends to the block of rank {strange[0]}: ranks are 0 to {n - 1}, so take it modulo N"
             )
+        if did.raced:
+            raise CheckFailed(f"{name} {did.raced}")
         if len(did.attended) != len(set(did.attended)):
             raise CheckFailed(f"{name} attends to the blocks {list(did.attended)}: each is needed once")
         if not torch.allclose(did.result, wanted, rtol=1e-9, atol=1e-9):
             raise CheckFailed(f"{name} has a wrong output", evidence=[each.result for each in found])
     if n == 1:
         return [row("one rank: messages", 0, len(found[0].peers))]
-    block = 2 * case.k[case.positions[0]].nbytes
+    block, held = 2 * case.k[case.positions[0]].nbytes, max(did.held for did in found)
+    everything = n > 3 and held >= (n - 1) * block  # of three ranks' two received blocks both may be in use
     sent, hidden = max(did.bytes for did in found), min(did.hidden for did in found)
     rows = [
         row(f"bytes sent per rank, N={n}: (N-1) blocks", (n - 1) * block, sent, "B"),
         row("    blocks attended to while a message was under way", n - 1, hidden),
+        row("    all received blocks held at once", False, everything),
     ]
     strangers = [(rank, to) for rank, did in enumerate(found) for to in did.peers if to != (rank + 1) % n]
     leftwards = [(rank, to) for rank, did in enumerate(found) for to in did.peers if to != (rank - 1) % n]
@@ -150,6 +154,12 @@ def _judge_ring(case: RingCase, found: Sequence[RingRecord]) -> list:
         raise CheckFailed(
             f"right, but {hidden} of {n} blocks were attended to while a message was under way, where {n - 1} can be: "
             "post the exchange before you attend, with async_op=True, and wait afterwards",
+            rows,
+        )
+    if everything:
+        raise CheckFailed(
+            f"right, but a rank holds {held / block:g} received blocks at once, as a gather would: two are enough, the "
+            "one at work and the one that arrives. Let go of the others, and of their handles",
             rows,
         )
     return rows
@@ -193,6 +203,8 @@ def _judge_exchange(case: Sequence[Tensor], found: Sequence[Sequence[RingRecord]
                     f"{name}, rank {rank} of {n}: shape {shape}, the exercise asks for {list(wanted.shape)}"
                 )
             if not torch.equal(did.result, wanted):
+                if torch.allclose(did.result, wanted, rtol=1e-2):
+                    raise CheckFailed(f"{name}, rank {rank} of {n}: numbers are rounded on their way: keep x's dtype")
                 raise CheckFailed(
                     f"{name}, rank {rank} of {n}: right numbers in wrong places, or others' numbers",
                     evidence=[each.result for each in dids],

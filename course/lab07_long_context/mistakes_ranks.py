@@ -1,4 +1,4 @@
-"""Spoilers of lab 07, on several ranks: orders that are not even, rings that stand still, heads in wrong places."""
+"""Spoilers of lab 07, on several ranks: orders that are not even, rings that stand still."""
 
 import torch
 
@@ -139,6 +139,52 @@ mistake(
     },
     expect="attends to the blocks .*: each is needed once",
 )
+mistake(
+    "ring-attention",
+    "one buffer for both",
+    {"recv=(arriving, left)": "recv=(block, left)", "            block = arriving\n": ""},
+    expect="receives into a block that is still being sent",
+)
+mistake(
+    "ring-attention",
+    "the mean of the outputs",
+    {"merge(out, lse, part, part_lse)": "((out * step + part) / (step + 1), lse)"},
+    says="The outputs were averaged. Each is divided by the sum of its own block, and a block with larger scores has "
+    "the larger share: merge them by their lse.",
+)
+
+
+@mistake("ring-attention", "reads before it waits", expect="attends to a block that is still on its way")
+def reads_too_early(q, k, v, group, attend):
+    n, rank, block, out, works = group.world_size, group.rank, torch.stack((k, v)), (), []
+    for step in range(n):
+        arriving, source = torch.empty_like(block), (rank - step) % n
+        if step < n - 1:
+            send, recv = (block, (rank + 1) % n), (arriving, (rank - 1) % n)
+            works.append(group.exchange(send=send, recv=recv, async_op=True))
+        part = attend(q, *block, source)
+        out, block = right.merge(*out, *part) if out else part, arriving
+    for work in works:
+        work.wait()
+    return out[0]
+
+
+@mistake("ring-attention", "keeps all blocks", expect="received blocks at once, as a gather would")
+def keeps_all(q, k, v, group, attend):
+    n, rank, blocks, out = group.world_size, group.rank, [torch.stack((k, v))], ()
+    for step in range(n):
+        if step < n - 1:
+            arriving = torch.empty_like(blocks[-1])
+            send, recv = (blocks[-1], (rank + 1) % n), (arriving, (rank - 1) % n)
+            work = group.exchange(send=send, recv=recv, async_op=True)
+        part = attend(q, *blocks[-1], (rank - step) % n)
+        out = right.merge(*out, *part) if out else part
+        if step < n - 1:
+            work.wait()
+            blocks.append(arriving)
+    return out[0]
+
+
 mistake("ring-attention", "one dimension more", {"return out": "return out[None]"}, expect="the output is \\[1, ")
 
 
@@ -195,75 +241,3 @@ def two_messages(q, k, v, group, attend):
         k, v = arriving if works else (k, v)
     lse = torch.stack([each for _, each in parts])
     return (lse.softmax(0)[..., None] * torch.stack([out for out, _ in parts])).sum(0)
-
-
-# Heads for sequence.
-
-mistake(
-    "ulysses-exchange",
-    "reshapes without a transposition",
-    {
-        "received.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)": (
-            "received.reshape(x.shape[0] // n, -1, x.shape[2])"
-        )
-    },
-    says="What arrives counts ranks first, then heads, then positions. A reshape to [heads / N, seq, d] reads it in "
-    "that order: bring the ranks' dimension behind the heads first.",
-)
-mistake(
-    "ulysses-exchange",
-    "the way back without a transposition",
-    {
-        "parts = x.unflatten(1, (n, -1)).transpose(0, 1).contiguous()": (
-            "parts = x.reshape(n * x.shape[0], -1, x.shape[2])"
-        ),
-        "group.all_to_all(parts).flatten(0, 1)": "group.all_to_all(parts).reshape(n * x.shape[0], -1, x.shape[2])",
-    },
-    says="On the way back all_to_all cut dimension 0, which counts heads here. What goes to each rank is its part of "
-    "the sequence.",
-)
-mistake(
-    "ulysses-exchange",
-    "every N-th head",
-    {
-        "x.contiguous()": "x.unflatten(0, (-1, n)).transpose(0, 1).contiguous()",
-        "received.unflatten(0, (n, -1)).transpose(0, 1)": "received.transpose(0, 1)",
-    },
-    says="This rank got every N-th head. The exercise asks for heads / N that follow each other, so that query heads "
-    "stay with the kv heads they share.",
-)
-mistake(
-    "ulysses-exchange",
-    "gathers all and keeps its own",
-    {
-        "received = group.all_to_all(x.contiguous())": (
-            "whole = group.all_gather(x[None]).transpose(0, 1).flatten(1, 2)"
-        ),
-        "received.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)": "whole.chunk(n, 0)[group.rank].clone()",
-    },
-    expect="are enough",
-)
-mistake(
-    "ulysses-exchange",
-    "nothing is exchanged",
-    {
-        "received = group.all_to_all(x.contiguous())": "",
-        "received.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)": "x.chunk(n, 0)[group.rank]",
-    },
-    expect="the exercise asks for a tensor",
-)
-
-
-def _list_of_parts(x, group):
-    parts = torch.stack(x.chunk(group.world_size, 0))  # [N, heads / N, seq / N, d]
-    return torch.cat(list(group.all_to_all(parts)), 1)
-
-
-def _by_permutation(x, group):
-    heads, seq, dim = x.shape
-    n = group.world_size
-    parts = x.view(heads, n, seq // n, dim).permute(1, 0, 2, 3).reshape(n * heads, seq // n, dim)
-    return group.all_to_all(parts)
-
-
-alternative("ulysses-exchange", "a list of parts, joined")((_list_of_parts, _by_permutation))

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 07 · Long context
 #
-# **Attention is exact in tiles, so its memory grows with the length and not with its square; and tiles may lie on
-# different ranks.** You cut it, first on one rank, then over several.
+# **Attention computed tile by tile is still exact, so its memory can grow with the length instead of its square; and
+# tiles may lie on different ranks.** You cut it, first on one rank, then over several.
 # Stands on labs 01 (ring, all-to-all) and 02 (the memory of a step).
 #
 # About 4 hours; the core path of two is the exercises (105 minutes) with the figures beside them. Run All takes about a
@@ -93,8 +93,8 @@ def tiled_forward(q, k, v, tile):
     """q, k, v: [seq, head_dim] of one head, causal, scores scaled by head_dim ** -0.5
     -> (output, lse: [seq]).
 
-    No tensor may be larger than q, none of scores larger than tile x tile;
-    tiles that no query sees are not computed.
+    No tensor may be larger than q (or than a tile of scores, where that is larger), none of scores
+    larger than tile x tile; tiles that no query sees are not computed.
     """
     # BEGIN SOLUTION
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:1], float("-inf"))
@@ -166,7 +166,7 @@ show(figures.draw_memory, found=peaks)
 receipts.memory(peaks)
 
 # %% [markdown]
-# Twice the length takes twice the memory in tiles and four times where scores are stored. And the result?
+# Doubling the length doubles the tiles' memory and quadruples that of stored scores. Are the results equal?
 
 # %%
 receipts.exact()
@@ -241,7 +241,7 @@ def ring_attention(q, k, v, group, attend):
 
     attend(q, k, v, source) -> (output, lse) of this rank's queries over the block of rank `source`;
     it knows which positions both have. Merge with your `merge`. Own block first, then as they
-    arrive.
+    arrive, with no more than two received blocks at a time.
     """
     # BEGIN SOLUTION
     n, rank = group.world_size, group.rank
@@ -404,6 +404,7 @@ broken = experiments_breaks.accidents()
 # #1115](https://github.com/ByteDance-Seed/VeOmni/issues/1115)).
 
 # %%
+print(inspect.getsource(experiments_breaks.kv_never_exchanged))
 receipts.kv_never_exchanged(broken)
 
 # %% [markdown]
@@ -413,6 +414,7 @@ receipts.kv_never_exchanged(broken)
 # and documents make these numbers unequal ([Megatron-LM #673](https://github.com/NVIDIA/Megatron-LM/issues/673)).
 
 # %%
+print(inspect.getsource(experiments_breaks.mean_of_means))
 receipts.mean_of_means(broken)
 
 # %% [markdown]
@@ -422,6 +424,7 @@ receipts.mean_of_means(broken)
 # ([gpt-fast #233](https://github.com/meta-pytorch/gpt-fast/issues/233) in a decoding loop). Which ranks are right?
 
 # %%
+print(inspect.getsource(experiments_breaks.from_zero))
 receipts.offsets(broken)
 
 # %% [markdown]
@@ -458,7 +461,8 @@ receipts.bug_hunt(broken)
 # | [DeepSpeed](https://www.deepspeed.ai/tutorials/ds-sequence/) | | `DistributedAttention` | | |
 #
 # torch patches `scaled_dot_product_attention` inside a `with` and cuts the tensors you name in its own load-balanced
-# order, which is zigzag; it needs a kernel that returns log-sum-exps, which CPUs lack. Megatron always orders zigzag.
+# order, which is zigzag; in torch 2.13 it knows CUDA's flash, memory-efficient and cuDNN kernels, and not the CPU's.
+# Megatron always orders zigzag.
 #
 # Serving is another problem. **vLLM** decodes one query per sequence, so there is nothing to balance and the cache is what
 # has to be divided: `--decode-context-parallel-size` ([context parallel
@@ -543,8 +547,8 @@ receipts.design_layout()
 # <details><summary>Answer</summary>
 #
 # Forward N-1 blocks of K and V, as all-gather. Backward N-1 blocks and N gradients of blocks, where all-gather has one
-# reduce-scatter of N-1: about twice as much with a ring that does not keep the keys. The ring needs room for two blocks
-# instead of N.
+# reduce-scatter of N-1: about twice as much in float32, three times if gradients of 16-bit blocks travel in float32. The
+# ring needs room for two blocks instead of N.
 # </details>
 #
 # **5. When is a ring's link hidden?**

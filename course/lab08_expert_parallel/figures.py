@@ -65,7 +65,7 @@ def rows_that_cross(experts: int = 256, top_k: int = 8) -> Figure:
         axes.plot(nodes, rows, color=drawn.color, marker=drawn.marker, linestyle=drawn.linestyle, label=name)
     axes.set_xscale("log", base=2)
     axes.set_xticks(nodes, nodes)
-    axes.set(xlabel="nodes over which the experts lie", ylabel="rows per token", ylim=(0, top_k * 1.05))
+    axes.set(xlabel="nodes the experts are spread over", ylabel="rows per token", ylim=(0, top_k * 1.05))
     setting = f"Formula: rows that cross between nodes; top {top_k} of {experts}, chosen at random"
     headline(axes, "Two levels send a token once to each node, not once to each expert", setting)
     axes.legend()

@@ -287,5 +287,13 @@ mistake(
     {".unflatten(0, weights.shape)": ".view(*weights.shape, 3)"},
     expect="invalid for input",
 )
+
+
+def _scales_rows(rows, order, weights):
+    rows *= weights.flatten()[order, None]
+    return rows.new_zeros(len(weights), rows.shape[1]).index_add(0, order // weights.shape[1], rows)
+
+
+mistake("sort-by-expert", "scales the rows in place", expect="changed its input `rows`")((right.dispatch, _scales_rows))
 alternative("sort-by-expert", "expert by expert, added by index")((_expert_by_expert, _index_add))
 alternative("sort-by-expert", "repeated rows, the inverse permutation")((_repeated, _by_inverse))

@@ -63,7 +63,7 @@ receipts.flops()
 # | Claim | What is true |
 # |---|---|
 # | "A mixture of experts is cheaper." | Its *FLOPs per token* are. All experts have to be held in memory, and at large batches all are read. |
-# | "8 experts of 7B are 56B." | 46.7B: attention and embeddings exist once ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088)). A token activates 12.9B. |
+# | "8 experts of 7B are 56B." | 46.7B: attention and embeddings exist once ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088) round to 47B). A token activates 12.9B. |
 # | "Every decode step reads all the weights." | It reads those experts that a token of the batch chose: with 8 of 256 less than half of them up to 21 tokens, nearly all from 128 (slider below). |
 # | "One all-to-all per layer." | Two forward, to the experts and back, and two backward. |
 # | "4D parallelism multiplies GPUs: dp · tp · pp · ep." | Expert groups are usually cut out of the data-parallel ranks: dp 64 with ep 8 is 64 GPUs. |
@@ -358,9 +358,9 @@ show(figures.draw_fullest, found=fullest)
 receipts.fullest(fullest)
 
 # %% [markdown]
-# The mean load is the same in all four. So the number to watch is max / mean, per rank and per layer, and there are
-# three remedies: balance the router (above), pack experts to ranks by their load, or hold hot experts twice. The last
-# two are what servers do, since their routers are trained already:
+# The mean load is the same in all four; what points lie above the line is the exchange. Watch max / mean, per rank and
+# per layer. There are three remedies: balance the router (above), pack experts to ranks by load, or hold hot experts
+# twice. Servers do the last two, since their routers are trained already:
 # [DeepSeek's EPLB](https://github.com/deepseek-ai/EPLB) packs, and gives a further slot to whichever expert has the most
 # load per slot.
 #
@@ -393,7 +393,7 @@ receipts.expert_gradient_bug(broken)
 
 # %%
 def average_gradients(router, experts, data, replicas):
-    """Gradients of the mean over all tokens of `data`,
+    """-> (router, experts): gradients of the mean over all tokens of `data`,
     from those of each rank's mean over its own tokens.
 
     router: its gradient on this rank; every rank has the whole router. experts: that of the experts
@@ -452,7 +452,7 @@ show(figures.draw_losses, found=trainings)
 receipts.beside_dense(trainings)
 
 # %% [markdown]
-# Eighty steps of a toy are no verdict: each expert has seen a quarter of the tokens. Per FLOP experts are level with the
+# Eighty steps of a toy are no verdict: an expert has seen a quarter of the tokens. Per FLOP experts are level with the
 # dense model or a little ahead, and another seed may turn that round. Per second they are behind, because eight small
 # matrices are slower than one and sorting costs time. In runs of real length the first gap is large
 # ([Fedus et al. 2021](https://arxiv.org/abs/2101.03961) report up to 7 times faster training at equal FLOPs per token);
