@@ -24,7 +24,8 @@ A mechanism alone:
 - prefix cache: `schedule/blocks.py`, `schedule/sequence.py`
 - sampler: `sample/reference.py` (one sequence), `sample/batch.py` (all of a step on the device), `sample/selection.py`
   (top-p without sorting a vocabulary)
-Beside the path: `requests/output.py` (what a user gets of a request), `checks.py` (options that are refused),
+Beside the path: `options.py` (what an engine can be asked for), `checks.py` (what it refuses), `requests/output.py`
+(what a user gets of a request),
 `sample/isolate.py` (a row whose sampling raises), `sample/allowed.py` (ids that a first token may be),
 `run/decode_graphs.py` (steps of single tokens as CUDA graphs), `run/async_scheduling.py` (the next step is prepared
 while the device computes), `run/optimise.py` (fewer kernels), `run/build.py`, `run/memory.py` and `run/warm_up.py`
