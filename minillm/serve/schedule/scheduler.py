@@ -7,7 +7,7 @@ the prefix cache or a return from the host starts with a larger num_computed: on
     1. sequences that lack one token get it, so that no prompt stalls them   (blocks short: preempt a later one)
     2. those within their prompt share what is left of the budget in pieces of at most `chunk`
     3. waiting sequences are admitted, strictly in order, while max_num_seqs and blocks allow
-    4. what is left of budget and blocks goes to draft tokens (`minillm.serve.speculate`)
+    4. what is left of budget and blocks goes to draft tokens (`drafts.py`)
 
 Order is a number given at arrival, `arrival + patience · priority`: at most patience · Δpriority later ones overtake
 anyone. Only later-ranked sequences are preempted for earlier ones, and every request fits the pool alone: the first in
