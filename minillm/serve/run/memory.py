@@ -120,8 +120,8 @@ def default_num_blocks(
 
 
 def rows_of_each(drafts: object) -> int:
-    """The `rows_of_each` of `default_num_blocks`. drafts: `EngineOptions.k`, 0 without a proposer; with k draft tokens a
-    step samples from k + 1 rows of each sequence."""
+    """The `rows_of_each` of `default_num_blocks`. drafts: `EngineOptions.k`, 0 without a proposer; with k draft tokens
+    a step samples from k + 1 rows of each sequence."""
     return 1 + (drafts if isinstance(drafts, int) else getattr(drafts, "most", 8))
 
 
