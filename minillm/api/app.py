@@ -22,6 +22,7 @@ from minillm.api.connection import (
     body_of,
     check_ending,
     drained,
+    ends_if_it_raises,
     failure,
     pump,
     while_connected,
@@ -152,10 +153,9 @@ class Api:
 
     async def answer(self, request: Request, kind: type) -> Response:
         opened = OpenRequest(self.admission, self.metrics, request.state.tenant)
-        try:
-            body = await body_of(request, self.limits.body_s)
+        with ends_if_it_raises(opened):
             try:
-                content = json.loads(body)
+                content = json.loads(await body_of(request, self.limits.body_s))
             except (ValueError, RecursionError) as error:
                 raise ApiError(400, f"the body is not JSON ({error})") from error
             asked = parsed(kind, content)
@@ -169,13 +169,6 @@ class Api:
                 for sample in output.answers:
                     check_ending(sample.reason)
             opened.status = "200"
-        except ApiError as error:
-            opened.status = str(error.status)
-            opened.end()
-            raise
-        except BaseException:
-            opened.end()
-            raise
         opened.end()
         return JSONResponse(shape.body(outputs))
 

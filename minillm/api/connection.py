@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -51,6 +52,17 @@ class OpenRequest:
             self._metrics.done(self.tenant, stream.output)
         self._metrics.requests.labels(self.model, self.tenant, self.status).inc()
         self._admission.leave(self.tenant)
+
+
+@contextmanager
+def ends_if_it_raises(opened: Any) -> Iterator[None]:
+    """Ends the request if what is done within raises, with the status of an `ApiError`."""
+    try:
+        yield
+    except BaseException as error:
+        opened.status = str(error.status) if isinstance(error, ApiError) else opened.status
+        opened.end()
+        raise
 
 
 class ClosingResponse(StreamingResponse):

@@ -14,6 +14,7 @@ from itertools import count
 from minillm.bench.harness import BenchRow, bench_row, check_repeats, side_by_side
 from minillm.serve import BlockPool, Prefix, Scheduler, Sequence
 from minillm.serve.schedule.blocks import cache_namespace
+from minillm.serve.schedule.drafts import commit_accepted
 
 PROMPT, ANSWER, BLOCK_SIZE = 64, 64, 16
 RUNNING = (16, 128, 1024)
@@ -65,7 +66,7 @@ class Steady:
         plan = scheduler.schedule()
         for sequence in scheduler.advance(plan):
             sequence.tokens.append(7)
-            scheduler.commit_accepted(sequence)
+            commit_accepted(sequence, scheduler.held)
             if sequence.num_tokens == sequence.limit:
                 scheduler.finish(sequence)
                 self._add(ANSWER)

@@ -24,8 +24,9 @@ A mechanism alone:
 - prefix cache: `schedule/blocks.py`, `schedule/sequence.py`
 - sampler: `sample/reference.py` (one sequence), `sample/batch.py` (all of a step on the device), `sample/selection.py`
   (top-p without sorting a vocabulary)
-Beside the path: `requests/output.py` (what a user gets of a request), `checks.py` (options that are refused),
-`sample/isolate.py` (a row whose sampling raises), `sample/allowed.py` (ids that a first token may be),
+Beside the path: `options.py` (what an engine can be asked for), `checks.py` (what it refuses), `requests/output.py`
+(what a user gets of a request), `schedule/drafts.py` (the blocks of draft tokens), `sample/isolate.py` (a row whose
+sampling raises), `sample/allowed.py` (ids that a first token may be),
 `run/decode_graphs.py` (steps of single tokens as CUDA graphs), `run/async_scheduling.py` (the next step is prepared
 while the device computes), `run/optimise.py` (fewer kernels), `run/build.py`, `run/memory.py` and `run/warm_up.py`
 (how many blocks fit, what is compiled beforehand), `run/adapters.py` (a request's own adapter, of many beside one
@@ -39,6 +40,7 @@ stages `run/pipelined.py` has a step in each of them).
 
 from minillm.serve.async_engine import AsyncLLM
 from minillm.serve.engine import LLM
+from minillm.serve.options import EngineOptions
 from minillm.serve.ranks.engine import over_ranks
 from minillm.serve.requests.output import Answer, Delta, Output, Timing
 from minillm.serve.requests.params import SamplingParams, Token
@@ -57,6 +59,7 @@ __all__ = [
     "AsyncLLM",
     "BlockPool",
     "Delta",
+    "EngineOptions",
     "Output",
     "Plan",
     "Prefix",

@@ -15,37 +15,16 @@ from minillm.serve.schedule.policies import POLICIES
 from minillm.serve.schedule.sequence import Sequence
 
 
-def check_engine(
-    model: object,
-    tokenizer: object,
-    clock: object,
-    backend: object,
-    proposer: object,
-    scheduler: Callable,
-    scheduling: dict[str, object],
-    async_scheduling: object,
-    prefill: object,
-) -> None:
-    """ValueError, with the value and the fix, for what `LLM` cannot work with. scheduling: the scheduler's options."""
+def check_model(model: object) -> None:
+    """ValueError, with the value and the fix, for what no engine can run."""
     if not hasattr(model, "config") or not hasattr(model, "embedding"):
         raise ValueError(f"model {model!r} must be a Transformer, as `load_hf(folder)` returns one.")
     check_generates(model.config)
     _check_complete(model)
-    if tokenizer is not None and not hasattr(tokenizer, "stream"):
-        raise ValueError(f"tokenizer {tokenizer!r} must be a Tokenizer, as `Tokenizer.load()`, or None.")
-    if not callable(clock):
-        raise ValueError(f"clock {clock!r} must be a function that returns seconds, as time.perf_counter.")
-    if backend is not None and not callable(backend):
-        raise ValueError(f"backend {backend!r} must be an attention function, as `model.paged.gathered`, or None.")
-    lacking = [name for name in ("propose", "observe", "forget", "wants_hidden") if not hasattr(proposer, name)]
-    if proposer is not None and lacking:
-        raise ValueError(f"proposer {proposer!r} has no {lacking[0]}: it must be a Proposer, as `NGram()`, or None.")
-    if async_scheduling not in (True, False):
-        raise ValueError(f"async_scheduling {async_scheduling!r} must be True or False.")
-    if async_scheduling and proposer is not None:
-        raise ValueError("async_scheduling with a proposer: drafts need tokens that are not read yet, leave one out.")
-    if prefill is not None and not hasattr(prefill, "attach"):
-        raise ValueError(f"prefill {prefill!r} must be a PrefillPool, or PrefillAt('HOST:PORT'), or None.")
+
+
+def check_scheduling(scheduler: Callable, scheduling: dict[str, object]) -> None:
+    """ValueError for an option that is neither the engine's nor its scheduler's."""
     known = _options_of(scheduler)
     for name in scheduling if known is not None else ():
         if name not in known:

@@ -37,10 +37,10 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
         "serve",
         "engine requests/params requests/request requests/table schedule/sequence schedule/scheduler schedule/blocks "
         "schedule/held run/core run/step run/step_inputs run/model_runner sample/next_tokens sample/reference",
-        2080,
+        1990,
     ),
     "an engine over ranks": ("serve/ranks", "engine message runner part", 515),
-    "an engine over stages": ("serve/ranks", "stage stage_runner reply ../run/pipelined", 360),
+    "an engine over stages": ("serve/ranks", "stage stage_runner reply ../run/pipelined", 355),
     "keys handed over": ("serve/transfer", "decode receive prefill send layout", 961),
     "a rank's part of a folder": ("parallel/tensor_parallel", "plan load quantized", 425),
     "prefix cache": ("serve", "schedule/blocks schedule/sequence", 350),
@@ -51,8 +51,8 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "serving many adapters": ("adapters", "grouped routed store ../serve/run/adapters", 470),
     "serving adapters over ranks": ("adapters", "cut ../serve/ranks/adapters", 115),
     "a request over HTTP": ("api", "entry app protocol connection answers limits tenants", 1115),
-    "a router": ("api/router", "policies health budget fleet forward app", 910),
-    "fair sharing": ("serve", "schedule/share schedule/fair schedule/even_steps schedule/scheduler", 710),
+    "a router": ("api/router", "policies health budget fleet forward app", 900),
+    "fair sharing": ("serve", "schedule/share schedule/fair schedule/even_steps schedule/scheduler", 690),
     "sampler": ("serve", "sample/reference sample/batch sample/selection", 445),
 }
 

@@ -15,7 +15,7 @@ import httpx
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from minillm.api.connection import ClosingResponse, body_of, while_connected
+from minillm.api.connection import ClosingResponse, body_of, ends_if_it_raises, while_connected
 from minillm.api.entry import Entry
 from minillm.api.errors import answer_errors
 from minillm.api.limits import OPERATOR, Admission, ApiError, Keys, Limits
@@ -132,23 +132,11 @@ class Router:
     async def answer(self, request: Request) -> Response:
         """Sends a completion or a chat on; admitted before its body is read."""
         opened = OpenForward(self, request.state.tenant)
-        try:
+        with ends_if_it_raises(opened):
             body = await body_of(request, self.limits.body_s)
             key = await self._key(opened.tenant, body)
             sent = self._sent_on(asked_by(request, body, key))
             answer = await while_connected(request, sent, self.admission)
-        except TimeoutError:
-            opened.status = "504"
-            opened.end()
-            what = "no replica answered within this router's --timeout"
-            raise ApiError(504, what, "server_error", code="timeout") from None
-        except ApiError as error:
-            opened.status = str(error.status)
-            opened.end()
-            raise
-        except BaseException:
-            opened.end()
-            raise
         if isinstance(answer, Passing):
             opened.first_event()
             opened.status = "200"
@@ -161,8 +149,12 @@ class Router:
         return Response(answer.body, answer.status, answer.headers)
 
     async def _sent_on(self, asked: Asked) -> Passing | Whole:
-        async with asyncio.timeout(self.limits.timeout_s):
-            return await self.forwarder.send(asked)
+        try:
+            async with asyncio.timeout(self.limits.timeout_s):
+                return await self.forwarder.send(asked)
+        except TimeoutError:
+            what = "no replica answered within this router's --timeout"
+            raise ApiError(504, what, "server_error", code="timeout") from None
 
     async def _key(self, tenant: str, body: bytes) -> bytes:
         if not self.fleet.policy.uses_key:

@@ -176,13 +176,6 @@ class Zero:
         """Bytes of model states at their fullest moment."""
         return self.parameter + self.gradient_peak + self.optimizer
 
-    @property
-    def host_link(self) -> tuple[int, int]:
-        """(down, up) per step when the optimizer is offloaded: the gradient shard and the updated weights; over all
-        ranks 2Ψ + 2Ψ in 16 bits (Ren et al. 2021, §3)."""
-        own = self.elements // self.world_size
-        return own * self.state.gradient, own * self.state.parameter
-
 
 @dataclass(frozen=True)
 class FullyShardTraffic:

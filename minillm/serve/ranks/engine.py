@@ -51,9 +51,9 @@ def over_ranks(
     source: a Hugging Face folder, of which each rank reads its part, or a model that is whole on every rank and is cut
     in place. pp: stages of consecutive layers, each shared by world_size / pp ranks (`run/pipelined.py`). ep: of each
     layer of experts a rank has some, whole, in place of a part of every one. proposer: of draft tokens, by its name in
-    `PROPOSERS`, or an object; rank 0 alone has it. prefill: see `LLM`. options: of `LLM`, with a folder also device,
-    dtype and max_seq_len of `engine_options`; the same on every rank. adapters: folders by name, or what is called with
-    `model` and `cut` (`adapters/cut.py`) and makes a store.
+    `PROPOSERS`, or an object; rank 0 alone has it. prefill: see `EngineOptions`. options: of `LLM`, with a folder also
+    device, dtype and max_seq_len of `engine_options`; the same on every rank. adapters: folders by name, or what is
+    called with `model` and `cut` (`adapters/cut.py`) and makes a store.
 
     ValueError for heads that do not divide over the ranks and for what is not cut. If `use` leaves an exception, the
     ranks end with it.

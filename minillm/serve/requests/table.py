@@ -9,22 +9,19 @@ where a lock that the same thread holds already would never be free, and a signa
 """
 
 from collections import deque
-from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from minillm.data import Tokenizer
 from minillm.model import ModelConfig
-from minillm.model.hf.generation_config import GenerationDefaults
+from minillm.serve.options import EngineOptions
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.prompts import registered
 from minillm.serve.requests.request import Request, Sample, new_request
 from minillm.serve.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from minillm.adapters.store import AdapterStore
     from minillm.serve.speculate.speculation import Speculation
 
 FEW = 32  # deadlines that are not worth looking through
@@ -35,17 +32,10 @@ class RequestTable:
     not returned yet. ended_ids: of what ended since it was last cleared. cancelled: what the next `tidy` ends."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        speculation: "Speculation | None",
-        config: ModelConfig,
-        tokenizer: Tokenizer | None,
-        clock: Callable[[], float],
-        generation: GenerationDefaults | None = None,
-        adapters: "AdapterStore | None" = None,
+        self, scheduler: Scheduler, speculation: "Speculation | None", config: ModelConfig, options: EngineOptions
     ):
-        self.scheduler, self.speculation, self.config, self.adapters = scheduler, speculation, config, adapters
-        self.tokenizer, self.clock, self.generation = tokenizer, clock, generation
+        self.scheduler, self.speculation, self.config, self.adapters = scheduler, speculation, config, options.adapters
+        self.tokenizer, self.clock, self.generation = options.tokenizer, options.clock, options.generation
         self.arrived: dict[str, Request] = {}
         self.live: dict[str, Request] = {}
         self.ended: deque[Request] = deque()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def store_of(
     model: Transformer, adapters: "AdapterStore | Mapping[str, str | Path] | None", compile: bool | str = False
 ) -> "AdapterStore | None":
-    """All as of `LLM`; None = there are no adapters. ValueError for a model that cannot serve them."""
+    """All as of `EngineOptions`; None = there are no adapters. ValueError for a model that cannot serve them."""
     if adapters is None:
         return None
     from minillm.adapters.routed import routes_of

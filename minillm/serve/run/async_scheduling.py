@@ -34,8 +34,8 @@ class AsyncScheduling(EngineCore):
     """A core without speculation, since drafts are made from tokens that the host knows. launched: the step whose
     tokens the host has not read; None = there is none."""
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
+    def __init__(self, *parts):
+        super().__init__(*parts)
         self.launched: Step | None = None
 
     @torch.inference_mode()

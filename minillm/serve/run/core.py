@@ -9,6 +9,7 @@
 
 import torch
 
+from minillm.serve.options import EngineOptions
 from minillm.serve.requests.recovery import start_anew
 from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.adapters import hold_adapters
@@ -20,14 +21,14 @@ from minillm.serve.schedule.blocks import CLOSE, RECEIVE
 
 
 class EngineCore:
-    """records: of the last `keep_records` steps; record_blocks: each with every block table."""
+    """records: of the last steps, see `EngineOptions`."""
 
-    def __init__(self, runner: Runner, requests: RequestTable, *, keep_records: int, record_blocks: bool):
-        self.runner, self.requests, self.record_blocks = runner, requests, record_blocks
+    def __init__(self, runner: Runner, requests: RequestTable, options: EngineOptions):
+        self.runner, self.requests, self.record_blocks = runner, requests, options.record_blocks
         self.scheduler, self.speculation, self.clock = requests.scheduler, requests.speculation, requests.clock
         self.builder = InputBuilder(self.scheduler.pool, *runner.tables.host.shape)
         self.next_tokens = NextTokens(requests)
-        self.records = RecordLog(keep_records)
+        self.records = RecordLog(options.keep_records)
 
     @torch.inference_mode()
     def step(self) -> None:

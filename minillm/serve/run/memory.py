@@ -19,6 +19,7 @@ from minillm.model.paged.quantized import RowFormat
 from minillm.model.parts import weight_of
 from minillm.predict.model import kv_bytes_per_token
 from minillm.serve.numbers import check_whole
+from minillm.serve.options import EngineOptions
 from minillm.serve.ranks.part import agreed, layers_of, ranks_here
 from minillm.serve.ranks.stage import Stage
 from minillm.serve.requests.params import SamplingParams
@@ -53,16 +54,7 @@ def gpu_limits(model: Transformer, given: dict[str, object]) -> dict[str, int]:
 
 
 def pool_sizes(
-    model: Transformer,
-    block_size: int,
-    num_blocks: int | None,
-    num_host_blocks: int | None,
-    *,
-    utilization: float | None,
-    kv_format: RowFormat | None,
-    scheduling: dict[str, object],
-    windowed: int = 0,
-    **more: int,
+    model: Transformer, options: EngineOptions, scheduling: dict[str, object], *, windowed: int = 0, **more: int
 ) -> tuple[int, int]:
     """(blocks on the device, blocks on the host to swap to) of an engine: those asked for, None = what fits.
 
@@ -71,11 +63,12 @@ def pool_sizes(
     for more than the whole memory of the device, or of the host, holds.
     """
     weight, ram = weight_of(model), psutil.virtual_memory()
-    sizes = block_sizes(model, block_size, kv_format, windowed)
+    sizes = block_sizes(model, options.block_size, options.kv_format, windowed)
+    num_blocks, num_host_blocks = options.num_blocks, options.num_host_blocks
     if num_blocks is None:
         limits = {name: scheduling[name] for name in ("max_num_seqs", "token_budget") if name in scheduling}
-        limits |= {"windowed": windowed} | more
-        num_blocks = default_num_blocks(model, block_size, utilization, kv_format=kv_format, **limits)
+        limits |= {"windowed": windowed, "kv_format": options.kv_format} | more
+        num_blocks = default_num_blocks(model, options.block_size, options.gpu_memory_utilization, **limits)
     if num_host_blocks is None:
         swaps = scheduling.get("preemption") == "swap"
         room = CPU_SHARE * ram.available / ranks_here(model)
@@ -127,8 +120,8 @@ def default_num_blocks(
 
 
 def rows_of_each(drafts: object) -> int:
-    """The `rows_of_each` of `default_num_blocks`. drafts: `LLM`'s k, 0 without a proposer; with k draft tokens a step
-    samples from k + 1 rows of each sequence."""
+    """The `rows_of_each` of `default_num_blocks`. drafts: `EngineOptions.k`, 0 without a proposer; with k draft tokens
+    a step samples from k + 1 rows of each sequence."""
     return 1 + (drafts if isinstance(drafts, int) else getattr(drafts, "most", 8))
 
 

@@ -26,8 +26,8 @@ from minillm.serve.run.step import Step
 class Pipelined(EngineCore):
     """launched: steps whose tokens rank 0 has not read, the oldest first."""
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
+    def __init__(self, *parts):
+        super().__init__(*parts)
         self.launched: deque[Step] = deque()
         self.scheduler.stages = self.runner.stages
 

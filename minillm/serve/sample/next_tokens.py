@@ -11,6 +11,7 @@ from minillm.serve.requests.params import Token
 from minillm.serve.requests.request import Sample
 from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.step import Ready, Step
+from minillm.serve.schedule.drafts import commit_accepted
 
 
 class NextTokens:
@@ -89,7 +90,7 @@ class NextTokens:
             self.requests.end(sample.request, "failed", f"{type(failure).__name__}: {failure}")
             return given
         if self.speculation is not None:
-            self.scheduler.commit_accepted(sample)
+            commit_accepted(sample, self.scheduler.held)
             if reason is None:
                 self.speculation.request_draft(sample)
         if reason is not None:

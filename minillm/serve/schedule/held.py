@@ -22,10 +22,12 @@ def most_held(window: int, block_size: int, piece: int) -> int:
 
 
 class Holdings:
-    """What is done to the tables of a sequence. pool: with `BlockPool.windowed`, if there is one."""
+    """What is done to the tables of a sequence. pool: with `BlockPool.windowed`, if there is one. slides: whether any
+    layer has a window."""
 
     def __init__(self, pool: BlockPool):
         self.pool, self.pools = pool, pool.kinds
+        self.slides = any(each.window is not None for each in pool.kinds)
 
     def tables(self, sequence: Sequence) -> Iterator[tuple[BlockPool, Held]]:
         """Each pool with what the sequence holds of it."""
@@ -56,10 +58,10 @@ class Holdings:
             pool.share(held.held_blocks)
 
     def cache(self, sequence: Sequence, start: int, end: int) -> None:
-        """Its full blocks from `start` to `end` can be hit, also by others of this very step: a layer writes all its
-        keys before it reads any. Not those that end in a placeholder."""
+        """The blocks that its tokens from `start` to `end` filled can be hit, also by others of this very step: a layer
+        writes all its keys before it reads any. Not those that end in a placeholder."""
         size = self.pool.block_size
-        end = min(end, (sequence.num_tokens - sequence.num_pending) // size)
+        start, end = start // size, min(end, sequence.num_tokens - sequence.num_pending) // size
         if self.pool.prefix_cache and start < end:
             chain = sequence.prefixes(end, size)
             for pool, held in self.tables(sequence):

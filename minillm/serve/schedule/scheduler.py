@@ -7,7 +7,7 @@ the prefix cache or a return from the host starts with a larger num_computed: on
     1. sequences that lack one token get it, so that no prompt stalls them   (blocks short: preempt a later one)
     2. those within their prompt share what is left of the budget in pieces of at most `chunk`
     3. waiting sequences are admitted, strictly in order, while max_num_seqs and blocks allow
-    4. what is left of budget and blocks goes to draft tokens (`minillm.serve.speculate`)
+    4. what is left of budget and blocks goes to draft tokens (`drafts.py`)
 
 Order is a number given at arrival, `arrival + patience · priority`: at most patience · Δpriority later ones overtake
 anyone. Only later-ranked sequences are preempted for earlier ones, and every request fits the pool alone: the first in
@@ -21,6 +21,7 @@ from itertools import count
 
 from minillm.serve.checks import check_fits, check_scheduler
 from minillm.serve.schedule.blocks import BlockPool, Prefix
+from minillm.serve.schedule.drafts import add_drafts
 from minillm.serve.schedule.held import Holdings
 from minillm.serve.schedule.policies import POLICIES
 from minillm.serve.schedule.sequence import Plan, Sequence, State
@@ -56,8 +57,7 @@ class Scheduler:
         self.pool, self.token_budget, self.max_num_seqs = pool, token_budget, max_num_seqs
         self.held = Holdings(pool)
         self.chunk, self.patience = chunk or token_budget, patience
-        slides = any(each.window is not None for each in pool.kinds)
-        self.piece = min(self.chunk, token_budget) if slides else None  # see `Sequence.wanted`
+        self.piece = min(self.chunk, token_budget) if self.held.slides else None  # see `Sequence.wanted`
         self.reserve, self.max_waiting, self.adapters_fit = reserve, max_waiting, adapters_fit
         self.swaps, self._victim_key = preemption == "swap", POLICIES[policy]
         self.step, self.stages = 0, 1
@@ -132,12 +132,12 @@ class Scheduler:
             if self.handovers is None or not self.handovers.begin(sequence):
                 budget -= self._give(sequence, budget, plan)
         if drafts:
-            self._add_drafts(plan, budget)
+            add_drafts(plan, budget, self.held)
         return plan
 
     def advance(self, plan: Plan) -> list[Sequence]:
         """The plan is computed. Returns those whose last token was: their next one can be sampled."""
-        complete, slides = [], self.piece is not None
+        complete, slides = [], self.held.slides
         for sequence, tokens in plan.batch:
             sequence.num_computed += tokens
             if sequence.num_computed >= len(sequence.tokens):  # more, if draft tokens were computed
@@ -147,28 +147,19 @@ class Scheduler:
                 self.held.trim(sequence, len(sequence.blocks))
         return complete
 
-    def commit_accepted(self, sequence: Sequence) -> None:
-        """Its new tokens are verified: the blocks they filled are shared, those of rejected draft tokens go back."""
-        size, before, computed = self.pool.block_size, sequence.num_computed, len(sequence.tokens) - 1
-        sequence.num_computed = computed
-        if before // size < computed // size:  # for most sequences of a step neither is to be done
-            self.held.cache(sequence, before // size, computed // size)
-        if computed <= (len(sequence.blocks) - 1) * size or self.piece is not None:
-            self.held.trim(sequence, -(-computed // size))
-
     def take_back(self, sequence: Sequence, start: int) -> None:
         """A pass spoilt what it wrote from `start` on: nobody may hit it, and it is computed again."""
         self.held.invalidate(sequence, start // self.pool.block_size)
         sequence.num_computed = start
         self.held.trim(sequence, self.pool.blocks_for(sequence.num_tokens - 1))
-        if self.piece is not None and start < sequence.num_tokens - 1:  # what those tokens see may be gone
+        if self.held.slides and start < sequence.num_tokens - 1:  # what those tokens see may be gone
             sequence.num_computed = 0
             self._preempt(sequence)
 
     def publish(self, sequence: Sequence, start: int) -> None:
         """Its tokens from place `start` on are known now, not only computed: the blocks they filled are shared."""
         if sequence.state is RUNNING:
-            self.held.cache(sequence, start // self.pool.block_size, sequence.num_computed // self.pool.block_size)
+            self.held.cache(sequence, start, sequence.num_computed)
 
     def fork(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
         """Ends the prompt of a sequence of num_seqs n: n - 1 others, new ones of the same tokens, run on from it.
@@ -214,19 +205,8 @@ class Scheduler:
         if tokens:
             plan.batch.append((sequence, tokens))
             sequence.last_step = self.step
-            self.held.cache(sequence, computed // size, (sequence.num_computed + tokens) // size)
+            self.held.cache(sequence, computed, sequence.num_computed + tokens)
         return tokens
-
-    def _add_drafts(self, plan: Plan, budget: int) -> None:
-        """Draft tokens preempt nobody, delay no prompt and are not published: only their own sequence sees them."""
-        for place, (sequence, tokens) in enumerate(plan.batch):
-            if sequence.num_draft_tokens and tokens == sequence.num_uncomputed:
-                room = (len(sequence.blocks) + self.held.available) * self.pool.block_size - sequence.num_tokens
-                drafts = min(sequence.num_draft_tokens, budget, room)
-                missing = self.pool.blocks_for(sequence.num_tokens + drafts) - len(sequence.blocks)
-                self.held.allocate(sequence, max(0, missing))
-                plan.batch[place] = sequence, tokens + drafts
-                budget -= drafts
 
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
         """Blocks for the sequence's tokens, and the one it writes into its own. False: earlier ones hold the rest."""
@@ -270,7 +250,7 @@ class Scheduler:
             pool.swap_in(mine.host_blocks, mine.blocks[swapped:], skip=max(0, there - swapped))
             mine.host_blocks, mine.first_block = [], first
         sequence.skip(skipped)
-        self.held.cache(sequence, hit, sequence.num_computed // self.pool.block_size)
+        self.held.cache(sequence, hit * self.pool.block_size, sequence.num_computed)
         heappop(self._heap)
         self.num_waiting, self.num_seqs = self.num_waiting - 1, self.num_seqs + sequence.num_seqs
         sequence.state = RUNNING

@@ -13,6 +13,7 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.serve import LLM, AsyncLLM, SamplingParams, StepRecord
+from minillm.serve.options import EngineOptions
 from minillm.serve.run import memory, recorder
 
 CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=48, init_std=0.2)
@@ -136,8 +137,7 @@ def test_its_blocks_leave_room_for_a_pass_and_what_comes_later(gpu):
 
 def test_it_pins_no_more_than_4_gib_of_the_host(gpu, monkeypatch):
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=2e12, total=2e12))
-    options = {"utilization": None, "kv_format": None, "scheduling": {"preemption": "swap"}}
-    _, blocks = memory.pool_sizes(gpu, 16, 30_000, None, **options)
+    _, blocks = memory.pool_sizes(gpu, EngineOptions(num_blocks=30_000), {"preemption": "swap"})
     assert blocks * memory.block_bytes(gpu.config, 16, torch.bfloat16) <= 4 << 30 and blocks == 2048
 
 

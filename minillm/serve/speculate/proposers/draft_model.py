@@ -48,9 +48,9 @@ class _Kept:
 class DraftModel:
     """`LLM(target, proposer=DraftModel(draft), k=4)`.
 
-    backend: as of `LLM`. num_blocks: of its own cache; None = `memory.draft_num_blocks`. If it is full, the sequence
-    that was not asked for longest is dropped and computed again when asked: that costs time and changes no guess.
-    passes: so far.
+    backend: as of `EngineOptions`. num_blocks: of its own cache; None = `memory.draft_num_blocks`. If it is full, the
+    sequence that was not asked for longest is dropped and computed again when asked: that costs time and changes no
+    guess. passes: so far.
     """
 
     wants_hidden = False
