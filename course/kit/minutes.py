@@ -1,7 +1,7 @@
 """How long a lab takes: the exercises that it checks, and the heading over each, which says its minutes.
 
-A heading reads `## 2 Build it: rings (12 minutes)`, with `skip on a first reading` in the parentheses, or in the heading
-of the section, for an exercise that is not on the core path.
+A heading reads `## 2 Build it: rings (12 minutes)`, with `skip on a first reading` in the parentheses, or in the
+heading of the section, for an exercise that is not on the core path.
 """
 
 import re
