@@ -20,7 +20,7 @@ MINIATURE = {  # as printed: as run here
     "--steps 120 --save-every 20": "--steps 12 --save-every 3",
     "--rate 4,16,64 --requests 60": "--rate 20 --requests 20",
 }
-LONGER = ("[rank # step #: validation", "model MB", "original", "rtn int#")  # lines that the miniature does not print
+LONGER = ("[rank #] step #: validation", "model MB", "original", "rtn int#")  # lines that the miniature does not print
 PATIENCE_S = 600
 
 
