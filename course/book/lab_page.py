@@ -63,10 +63,10 @@ def split_opening(text: str) -> tuple[str, str, str, str]:
 
 def _glance(clone: Path, name: str, names: list[str], stands_on: str, time: str) -> str:
     """The box at the top: what comes before, how long it takes, what it needs, and the labs beside it."""
-    core, optional = core_minutes(_lab(course.masters(clone)[name]))
+    core, later = core_minutes(_lab(course.masters(clone)[name]))
     pages = {lab[:2]: f"[{lab[:2]}]({lab}.md)" for lab in names}
     stands_on = re.sub(r"\b\d\d\b", lambda match: pages.get(match[0], match[0]), stands_on)
-    more = f", {optional} for optional ones" if optional else ""
+    more = f", {later} for those to *skip on a first reading*" if later else ""
     place = names.index(name)
     titles = {lab: lab_title(_lab(course.masters(clone)[lab])) for lab in names}
     beside = [("Previous", names[place - 1])] if place else []

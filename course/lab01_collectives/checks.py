@@ -197,7 +197,8 @@ def check_all_to_all(learner: Callable) -> Receipt:
     difficulty=2,
     hints=(
         "The rank that most others wait for need not be the one: it may be waiting itself.",
-        "Follow the arrows: the culprit is waited for, and waits for nobody. In a circle there is no such rank.",
+        "Go from a rank to one that it waits for, and on: the culprit is waited for, and waits for nobody. In a circle "
+        "there is no such rank.",
     ),
 )
 def check_culprit(learner: Callable) -> list[Row]:

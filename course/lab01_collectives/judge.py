@@ -241,7 +241,7 @@ def say_culprit(name: str, table: dict[int, list[int]], found: Any, answer: int 
     if isinstance(found, bool) or not isinstance(found, int) or found not in table:
         return f"in {name}, you returned {found!r}, which is none of the ranks {list(table)}"
     if table[found]:
-        return f"in {name}, {table}, rank {found} waits itself, for {table[found]}: follow the arrow further"
+        return f"in {name}, {table}, rank {found} waits itself, for {table[found]}: go on from there"
     return f"in {name}, {table}, rank {found} has finished and nobody waits for it. Pick a rank that others wait for"
 
 

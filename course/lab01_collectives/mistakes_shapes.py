@@ -274,7 +274,7 @@ def lower_rank_sends_first(x, group):
 # The culprit
 
 
-@mistake("find-the-culprit", "most-waited-for", expect="waits itself.*follow the arrow further")
+@mistake("find-the-culprit", "most-waited-for", expect="waits itself.*go on from there")
 def blames_the_popular_one(waits_for):
     waited = [rank for others in waits_for.values() for rank in others]
     return max(set(waited), key=waited.count)
@@ -286,8 +286,8 @@ mistake(
 mistake("find-the-culprit", "never-none", {"return None": "return min(waits_for)"}, expect="do so in a circle")
 
 
-@mistake("find-the-culprit", "last-arrow-only", expect="the same, the other way round.*not None")
-def follows_the_last_arrow(waits_for):
+@mistake("find-the-culprit", "last-in-the-list-only", expect="the same, the other way round.*not None")
+def follows_the_last(waits_for):
     rank, seen = next(rank for rank in waits_for if waits_for[rank]), set()
     while waits_for[rank] and rank not in seen:
         seen.add(rank)
@@ -295,7 +295,7 @@ def follows_the_last_arrow(waits_for):
     return None if waits_for[rank] else rank
 
 
-@mistake("find-the-culprit", "only-direct", expect="not None|follow the arrow")
+@mistake("find-the-culprit", "only-direct", expect="not None|go on from there")
 def asks_only_for_unanimity(waits_for):
     for rank in waits_for:
         if all(rank in others for other, others in waits_for.items() if other != rank):
@@ -310,7 +310,7 @@ def takes_every_key_for_a_waiter(waits_for):
 
 mistake(
     "find-the-culprit",
-    "first-arrow-only",
+    "first-in-the-list-only",
     {"for rank in others}": "for rank in others[:1]}"},
     expect="for nobody: that is the one, not None|finished and nobody",
 )
@@ -323,7 +323,7 @@ mistake(
 mistake("find-the-culprit", "a-list", {"return rank": "return [rank]"}, expect="which is none of the ranks")
 
 
-@alternative("find-the-culprit", "follows-all-arrows")
+@alternative("find-the-culprit", "follows-all")
 def walks(waits_for):
     todo, seen = [rank for others in waits_for.values() for rank in others], set()
     while todo:

@@ -13,7 +13,7 @@
 # With these two numbers you can size any training run.
 # Stands on lab 00 (the roofline).
 #
-# The core path, sections 1 to 5 and 7, takes two hours (its exercises 70 minutes); with the questions at the end plan three
+# The core path, sections 1 to 5 and 7, takes two hours (its exercises 68 minutes); with the questions at the end plan three
 # to four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. What fills the memory of a step, and which part do mixed precision, accumulation and recomputation shrink?

@@ -13,7 +13,7 @@
 # time, or the step waits.
 # Stands on labs 02 (the step) and 03 (one shard of the batch per rank).
 #
-# The core path, the six exercises (75 minutes) and sections 6 and 7, takes two hours; with the questions at the end plan
+# The core path, the six exercises (73 minutes) and sections 6 and 7, takes two hours; with the questions at the end plan
 # three. Running the notebook from top to bottom takes under a minute. At the end you can answer:
 #
 # 1. How does text become tokens without losing a byte, and in which unit do models of different vocabularies compare?

@@ -129,9 +129,7 @@ def _exercise(name: str, notebook: NotebookNode) -> str:
 
 def _title(line: str) -> str:
     """A heading without its place in the lab and its minutes, which mean nothing to a candidate."""
-    found = re.fullmatch(
-        r"#+ (?:(?:(?:Task|Exercise) )?\d+(?: ·|\.) )?(.*?)(?: \([^()]*(?:minutes|optional)[^()]*\))?", line
-    )
+    found = re.fullmatch(r"#+ (?:(?:(?:Task|Exercise) )?\d+(?: ·|\.) )?(.*?)(?: \([^()]*minutes[^()]*\))?", line)
     return f"# {found[1][:1].upper()}{found[1][1:]}" if found else line
 
 

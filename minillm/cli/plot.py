@@ -94,8 +94,7 @@ def goodput_figure(spent: Goodput, name: str) -> Figure:
             label = f"{part} {seconds / spent.total:.1%}"
             ax.barh([0], [seconds], left=left, color=colour, hatch=hatch, edgecolor="white", label=label)
             left += seconds
-        attempts = f"{spent.attempts} attempt{'s' if spent.attempts > 1 else ''}"
-        ax.set(yticks=[], xlabel="time (s)", title=f"{name}: goodput {spent.share:.1%} in {attempts}")
+        ax.set(yticks=[], xlabel="time (s)", title=f"{name}: goodput {spent.share:.1%} in {spent.counted}")
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 

@@ -71,7 +71,7 @@ def command(
     device: Annotated[str, RUN(help="cpu, cuda, cuda:1, ...", show_default="a GPU if there is one")] = "",
     model_size: Annotated[str, MODEL(metavar="SIZE", help=f"One of {', '.join(SIZES)}.")] = DEFAULTS["model_size"],
     experts: Annotated[
-        int | None, MODEL(help="Experts in place of every MLP; the model then costs a token the same.")
+        int | None, MODEL(help="Experts in place of every MLP; the FLOPs of a token stay the same.")
     ] = DEFAULTS["experts"],
     top_k: Annotated[int | None, MODEL(help="Experts that a token goes to; 2 where there are some.")] = DEFAULTS[
         "top_k"

@@ -1,5 +1,7 @@
-"""The story of docs/end_to_end.md, whose script runs the page's own commands: here with fewer steps and a free port."""
+"""The story of docs/end_to_end.md, whose script runs the page's own commands: here with fewer steps and a free port.
+What the page shows as printed is what the commands print, but for numbers and for what a model writes."""
 
+import itertools
 import os
 import re
 import shutil
@@ -18,6 +20,7 @@ MINIATURE = {  # as printed: as run here
     "--steps 120 --save-every 20": "--steps 12 --save-every 3",
     "--rate 4,16,64 --requests 60": "--rate 20 --requests 20",
 }
+LONGER = ("[rank #] step #: validation", "model MB", "original", "rtn int#")  # lines that the miniature does not print
 PATIENCE_S = 600
 
 
@@ -27,6 +30,16 @@ def commands(page):
 
 def outputs(page):
     return re.findall(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
+def shapes(printed):
+    """Each line without what another run prints otherwise: numbers, the uses of a run's time, the words of a model, the
+    widths of a table's columns. Of lines alike that follow one another, one."""
+    text = re.sub(
+        r"(?<=\battempt)s?: .*|(?<=: Beautiful is).*|(?<=^class Parser:).*(?:\n .*)*", "", printed, flags=re.MULTILINE
+    )
+    lines = (" ".join(re.sub(r"\d[\d,.]*", "#", line).split()) for line in text.splitlines())
+    return [line for line, _ in itertools.groupby(lines)]
 
 
 def test_every_step_of_the_page_has_commands_that_bash_reads_and_an_output():
@@ -84,6 +97,9 @@ def test_the_story_runs_to_its_end(tmp_path):
     assert "zen: Beautiful is' better than ugly." in told  # what the adapter has learnt, beside the quantized base
     assert "Finished server process" in told
     assert "20 of 20" in told  # requests that the server answered under load
+    lines = iter(shapes(told))
+    shown = [line for line in shapes("".join(outputs(PAGE.read_text()))) if not line.startswith(LONGER)]
+    assert not [line for line in shown if line not in lines], "the page shows what is not printed, or not in this order"
     left = [path for path in Path("/proc").glob("[0-9]*/cwd") if _leads_into(path, tmp_path)]
     assert not left  # nor did a rank outlive the SIGKILL of its run
     again = subprocess.run(

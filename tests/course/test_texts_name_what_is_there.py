@@ -1,5 +1,7 @@
-"""Commands, options, files and names of minillm that a text mentions are there; minutes are those of the checks."""
+"""Commands, options, files and names of minillm that a text mentions are there; minutes are those of the checks, and
+README's program returns what it says."""
 
+import ast
 import pkgutil
 import re
 from functools import cache
@@ -143,7 +145,7 @@ def test_minutes_in_a_lab_are_those_of_its_checks(path):
     lab = masters.lab(path)
     for each in timed_exercises(lab):
         assert each.heading_minutes in (None, each.minutes), each
-    promised = re.search(r"(\d+) minutes for the exercises", lab.cells[0].source)
+    promised = re.search(r"exercises(?: 1 to \d)? \(?(\d+) minutes", lab.cells[0].source)
     assert promised is None or int(promised[1]) == core_minutes(lab)[0]
 
 
@@ -168,6 +170,24 @@ def test_the_term_has_every_lab_and_the_minutes_of_its_exercises():
         alone = " or ".join(str(minutes[lab]) for lab in labs)
         assert said == (alone if " or " in at_home else str(sum(minutes[lab] for lab in labs))), f"week {week}"
     assert taught == set(minutes)
+
+
+def test_readme_has_the_hours_of_the_exercises():
+    core, later = (sum(each) / 60 for each in zip(*map(core_minutes, map(masters.lab, MASTERS)), strict=True))
+    said = re.search(
+        r"Exercises take (\d+) of them, .*?\*skip on a\s+first reading\* another (\d+)(½?)",
+        _page("README.md"),
+        re.DOTALL,
+    )
+    assert int(said[1]) == round(core) and int(said[2]) + bool(said[3]) / 2 == round(2 * later) / 2
+
+
+def test_readme_says_what_its_program_returns():
+    [program] = re.findall(r"^```python\n(.*?)^```", _page("README.md"), re.DOTALL | re.MULTILINE)
+    call, returned = re.search(r"^(launch\(.*\))  # (\[.*?\])", program, re.MULTILINE).groups()
+    namespace = {}
+    exec(program.replace(call, f"returned = {call}"), namespace)
+    assert namespace["returned"] == ast.literal_eval(returned)
 
 
 def _page(name: str) -> str:

@@ -1,7 +1,7 @@
 """Who waits for whom: the flight recorder as a table.
 
-A collective waits for the members that have not entered it; a receive waits for its sender. Following the arrows to a
-rank that waits for nobody finds the culprit.
+A collective waits for the members that have not entered it; a receive waits for its sender. The culprit is the rank
+that others wait for, and that waits for nobody.
 """
 
 import time

@@ -48,6 +48,11 @@ class Goodput:
         """The goodput: useful seconds as a share of all; 0 before there are any."""
         return self.useful / self.total if self.total else 0.0
 
+    @property
+    def counted(self) -> str:
+        """How many attempts, in words."""
+        return f"{self.attempts} attempt{'' if self.attempts == 1 else 's'}"
+
     def to_json(self) -> dict[str, float]:
         return asdict(self) | {"goodput": self.share}
 
@@ -55,7 +60,7 @@ class Goodput:
         if not self.total:
             return "no time spent yet"
         parts = ", ".join(f"{part} {getattr(self, part) / self.total:.1%}" for part in PARTS if getattr(self, part))
-        return f"{self.total:.0f} s in {self.attempts} attempts: {parts}"
+        return f"{self.total:.0f} s in {self.counted}: {parts}"
 
 
 class TimeLog:
