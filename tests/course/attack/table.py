@@ -16,7 +16,7 @@ ATTACKED = (
     *("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14", "15", "16", "17", "18"),
     *("19", "20", "21", "22", "23", "24", "25"),
 )
-PENDING = ("hybrid-step", "tree-broadcast")
+PENDING = ("tree-broadcast",)
 VERDICTS = ("equivalent", "allowed", "forbidden")
 
 
