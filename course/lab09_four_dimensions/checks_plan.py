@@ -13,16 +13,18 @@ from typing import Any
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab09_four_dimensions import experiments_plan as plans
-from course.shared.diagnose import expect, expect_list, expect_number
+from course.shared.diagnose import expect, expect_list, expect_number, forbidding
 from minillm.equivalence import CONTEXT_CASES, compare
+from minillm.predict.planner import memory, search
 from minillm.predict.planner.architectures import Architecture, architecture
 from minillm.predict.planner.clusters import GIB, Cluster, cluster
 from minillm.predict.planner.layout import Layout
-from minillm.predict.planner.memory import memory
 from minillm.predict.planner.step import step
 from minillm.train.parallel_config import ParallelConfig
 
 FREE = 1e30  # rate of what takes no time
+_MEMORY = ((memory, "rank_state"),)  # what `memory` and `stage_memory` stand on, by whatever name they are called
+_SEARCH = ((plans, "best"), (plans, "everything"), (search, "rank"), (search, "layouts"))
 
 
 @exercise(
@@ -44,9 +46,10 @@ def check_estimate(learner: Callable) -> Receipt:
         machine = _bare(layout, device)
         rate, link = machine.device.matmul_rate(model.hidden_size / layout.tp), machine.device.link
         asked = "two numbers, bytes and seconds"
-        found = expect_list(learner(model, layout, seq, rate, link), asked, count=2)
+        with forbidding(_MEMORY, "the planner's `memory` was called; write what it computes, from the layout's fields"):
+            found = expect_list(learner(model, layout, seq, rate, link), asked, count=2)
         held, seconds = (expect_number(each, asked) for each in found)
-        kinds = memory(model, layout, seq)
+        kinds = memory.memory(model, layout, seq)
         spent = step(model, layout, machine, seq)
         turns = (layout.microbatches + layout.pp - 1) / layout.microbatches
         states, right = kinds.total - kinds.buffers, turns * (spent.compute + spent.tp)
@@ -110,7 +113,8 @@ def _bare(layout: Layout, device: str) -> Cluster:
     ),
 )
 def check_plan(learner: Callable) -> Receipt:
-    layout = learner()
+    with forbidding(_SEARCH, "the planner's search was called; choose a layout yourself, and ask `judge` about it"):
+        layout = learner()
     _judge_layout(layout)
     found, best = plans.judge(layout), plans.best()
     rows = [row("GiB held, at most those that are usable", True, found.fits)]

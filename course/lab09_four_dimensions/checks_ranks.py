@@ -25,8 +25,8 @@ EXACT = 1e-10
     ),
 )
 def check_step(learner: Callable) -> Receipt:
-    case = rank_programs.draw(random.randrange(2**31))
-    meshes = list(zip(*run(rank_programs.run_steps, rank_programs.WORLD, learner, case, True), strict=True))
+    seed = random.randrange(2**31)
+    meshes = list(zip(*run(rank_programs.run_steps, rank_programs.WORLD, learner, seed, True), strict=True))
     errors = [rank_programs.worst(found).errors for found in meshes]
     wrong = [{name for name, error in each.items() if not error < EXACT} for each in errors]
     evidence = [[list(outcome.errors.values()) for outcome in found] for found in meshes]

@@ -29,6 +29,5 @@ def buggy_hybrid_step(model, microbatch, mesh, shares):
 @cache
 def bug_hunt() -> list[rank_programs.Outcome]:
     """What it does in each of the meshes, worst over the four ranks."""
-    case = rank_programs.draw(seed=0)
-    by_rank = launch(rank_programs.run_steps, rank_programs.WORLD, buggy_hybrid_step, case, device="cpu")
+    by_rank = launch(rank_programs.run_steps, rank_programs.WORLD, buggy_hybrid_step, 0, device="cpu")
     return [rank_programs.worst(found) for found in zip(*by_rank, strict=True)]

@@ -1,9 +1,11 @@
 """Spoilers of lab 09, plans and steps: wrong estimates, plans that do not fit or lose, steps with wrong gradients."""
 
 from course.kit.exercises import alternative, mistake
+from course.lab09_four_dimensions import experiments_plan as plans
 from course.lab09_four_dimensions.experiments_breaks import buggy_hybrid_step
+from minillm.predict.planner import search
 from minillm.predict.planner.layout import Layout
-from minillm.predict.planner.memory import token_bytes
+from minillm.predict.planner.memory import stage_memory, token_bytes
 
 # Estimates.
 
@@ -101,6 +103,12 @@ def kind_by_kind(model, layout, seq, rate, link):
     return weights + gradients + adam + activations, (work + wire) * (layout.microbatches + layout.pp - 1)
 
 
+@mistake("layout-estimate", "bytes of the planner", expect="the planner's `memory` was called")
+def asks_the_planner(model, layout, seq, rate, link):
+    held = stage_memory(model, layout, seq, stage=0)
+    return held.total - held.buffers, kind_by_kind(model, layout, seq, rate, link)[1]
+
+
 # Plans.
 
 
@@ -121,10 +129,23 @@ mistake("plan-for-64", "another batch", expect="sequences of 512")(
 mistake("plan-for-64", "a microbatch and a half", expect="micro_batch 1.6 of a layout must be a whole number")(
     lambda: Layout(dp=2, tp=8, pp=4, chunks=20, micro_batch=1.6, microbatches=160)
 )
+mistake("plan-for-64", "the planner's best", expect="the planner's search was called")(lambda: plans.best().layout)
+mistake("plan-for-64", "the first of the planner's ranking", expect="the planner's search was called")(
+    lambda: search.rank(plans.SEVENTY, plans.SIXTY_FOUR, plans.SEQ, plans.BATCH).best.layout
+)
+mistake("plan-for-64", "the quickest of all that fit", expect="the planner's search was called")(
+    lambda: min((each for each in plans.everything() if each.fits), key=lambda each: each.seconds).layout
+)
 alternative("plan-for-64", "two axes")(lambda: Layout(tp=8, pp=8, chunks=10, microbatches=512))
 alternative("plan-for-64", "two replicas, norms computed again")(
     lambda: Layout(dp=2, zero=1, tp=8, pp=4, chunks=20, microbatches=256, recompute="light")
 )
+
+
+@alternative("plan-for-64", "the quickest of a few, by judge")
+def tries_a_few():
+    judged = [plans.judge(Layout(tp=tp, cp=8 // tp, pp=8, zero=2, chunks=10, microbatches=512)) for tp in (2, 4, 8)]
+    return min((each for each in judged if each.fits), key=lambda each: each.seconds).layout
 
 
 # Hybrid steps.

@@ -264,8 +264,8 @@ sliders(
 #
 # ### 4. Bytes and seconds of a layout (20 minutes)
 #
-# A planner tries every layout, drops those that do not fit, and ranks the rest by time. Write its core for dense
-# models, 1F1B and no recomputation. `model` and `layout` are those of `minillm.predict.planner`:
+# A planner tries every layout, drops those that do not fit, and ranks the rest by time. Write its core, without calling
+# its `memory`, for dense models, 1F1B and no recomputation. `model` and `layout` are those of `minillm.predict.planner`:
 
 # %%
 receipts.what_there_is()
@@ -330,7 +330,7 @@ show(figures.all_layouts)
 # Give a layout for this problem that fits and takes at most 1.15 times as long as the planner's best. You may use
 # `experiments_plan.judge(layout)`, which says what it holds and how long it takes, and the fields of `Layout`:
 # dp, zero, tp, cp, pp, chunks (interleaved stages per rank), micro_batch, microbatches, and recompute ("none", "light",
-# "full"). The check also runs small copies of your layout, with two
+# "full"); the planner's search is not to be called. The check also runs small copies of your layout, with two
 # ranks on one or two of its axes at a time, and compares every gradient with one process.
 
 

@@ -16,8 +16,9 @@ from minillm.parallel.sharding.placement import Partial
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import placements
 
-WORLD, ROWS, SEQ = 4, 4, 16
-CONFIG = ModelConfig(32, 16, 24, 2, 4, 2, max_seq_len=SEQ)
+WORLD = 4
+ROWS, SEQ = range(2, 13, 2), range(24, 161, 8)  # sizes that are drawn: dp divides the rows, zigzag over cp the sequence
+CONFIG = ModelConfig(32, 16, 24, 2, 4, 2, max_seq_len=SEQ[-1])
 MESHES = (
     {"dp": 2, "cp": 1, "tp": 2},
     {"dp": 2, "cp": 2, "tp": 1},
@@ -30,7 +31,7 @@ Reference = tuple[float, dict[str, Tensor]]  # of one process: the loss, and the
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """tokens, targets: [ROWS, SEQ]; about one target in four does not count, so ranks have different numbers."""
+    """tokens, targets: [rows, seq]; about one target in four does not count, so ranks have different numbers."""
 
     tokens: Tensor
     targets: Tensor
@@ -62,9 +63,10 @@ class Outcome:
 
 def draw(seed: int) -> TrainingCase:
     draw = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(CONFIG.vocab_size, (ROWS, SEQ + 1), generator=draw)
+    rows, seq = (sizes[int(torch.randint(len(sizes), (), generator=draw))] for sizes in (ROWS, SEQ))
+    tokens = torch.randint(CONFIG.vocab_size, (rows, seq + 1), generator=draw)
     targets = tokens[:, 1:].clone()
-    targets[:, : SEQ // 2][torch.rand(ROWS, SEQ // 2, generator=draw) < 0.5] = IGNORE
+    targets[:, : seq // 2][torch.rand(rows, seq // 2, generator=draw) < 0.5] = IGNORE
     return TrainingCase(tokens[:, :-1], targets, seed)
 
 
@@ -72,15 +74,20 @@ def name_of(axes: dict[str, int]) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1 or axis == "dp")
 
 
-def run_steps(group: Group, learner: Callable, case: TrainingCase, whole: bool = False) -> list[Outcome]:
-    """The learner's step in each mesh, with sequence parallelism where there is tp; whole: in WHOLE, too."""
+def run_steps(group: Group, learner: Callable, seed: int, whole: bool = False) -> list[Outcome]:
+    """The learner's step in each mesh, with sequence parallelism where there is tp; whole: in WHOLE, too.
+
+    Each mesh has a batch and weights of its own, drawn from `seed`.
+    """
     torch.set_num_threads(1)
-    case = replace(case, tokens=case.tokens.to(group.device), targets=case.targets.to(group.device))
-    right = _alone(case)
-    found = [_step(Mesh(group, **axes), name_of(axes), axes["tp"] > 1, learner, case, right) for axes in MESHES]
+    cases = [(axes, axes["tp"] > 1, name_of(axes)) for axes in MESHES]
     if whole:
-        name = f"{name_of(WHOLE)} without sequence parallelism"
-        found.append(_step(Mesh(group, **WHOLE), name, False, learner, case, right))
+        cases.append((WHOLE, False, f"{name_of(WHOLE)} without sequence parallelism"))
+    found = []
+    for number, (axes, sequence, name) in enumerate(cases):
+        case = draw(seed + number)
+        case = replace(case, tokens=case.tokens.to(group.device), targets=case.targets.to(group.device))
+        found.append(_step(Mesh(group, **axes), name, sequence, learner, case))
     return found
 
 
@@ -91,33 +98,27 @@ def _alone(case: TrainingCase) -> Reference:
     return (loss / count).item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def _step(
-    mesh: Mesh,
-    name: str,
-    sequence: bool,
-    learner: Callable,
-    case: TrainingCase,
-    right: tuple[float, dict[str, Tensor]],
-) -> Outcome:
-    tp = mesh.tp
+def _step(mesh: Mesh, name: str, sequence: bool, learner: Callable, case: TrainingCase) -> Outcome:
+    tp, (right_loss, right) = mesh.tp, _alone(case)
     model = Transformer(CONFIG, seed=case.seed % 1000, dtype=torch.float64, attention=dense)
     if tp.world_size > 1:
         model = tensor_parallel(model, CONFIG, tp, sequence=sequence)
-    rows = slice(*(place * ROWS // mesh.dp.world_size for place in (mesh.dp.rank, mesh.dp.rank + 1)))
-    mine = case.tokens[rows], case.targets[rows]
+    rows, seq = case.tokens.shape
+    own = slice(*(place * rows // mesh.dp.world_size for place in (mesh.dp.rank, mesh.dp.rank + 1)))
+    mine = case.tokens[own], case.targets[own]
     if mesh.cp.world_size > 1:
         attention = context_attention("zigzag", mesh.cp)
         model = context_parallel(model, attention)
-        mine = tuple(x[:, attention.positions(SEQ)] for x in mine)
+        mine = tuple(x[:, attention.positions(seq)] for x in mine)
     places = placements(CONFIG, tp.rank, tp.world_size, sequence)
     shares = {key for key, place in places.items() if any(isinstance(part, Partial) for part in place.parts)}
     with measure.ledger() as led:
         loss = learner(model, mine, mesh, shares)
     found = {key: p.grad for key, p in model.named_parameters()}
-    errors = {key: _off(found[key], places[key].cut(whole)) for key, whole in right[1].items()}
+    errors = {key: _off(found[key], places[key].cut(whole)) for key, whole in right.items()}
     sent = sum(led.bytes(op="all_reduce", group=each) for each in ("dp", "cp", "dp_cp"))
     held = sum(p.numel() * p.element_size() for p in model.parameters())
-    off = abs(_number(loss) - right[0]) / right[0]
+    off = abs(_number(loss) - right_loss) / right_loss
     return Outcome(name, errors, off, sent, held)
 
 

@@ -5,10 +5,8 @@ embedding. 16-bit inputs must come out rounded once, so that no statistic and no
 """
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Row, row
-from course.shared.diagnose import expect_like, expect_list
+from course.shared.diagnose import expect_like, expect_list, forbidding
 
 ROUNDED_ONCE = 2**-8 * 1.05  # of a bfloat16's value: half of its last digit, and what 32 bits leave
 
@@ -86,19 +84,6 @@ def check_rotary(learner: Any) -> list[Row]:
             _compare(found, right, f"{name}: your result", rows, least=4e-3)
             rows.append(row(f"{name}: as complex numbers in 64 bits", True, True))
     return rows
-
-
-@contextmanager
-def forbidding(calls: Sequence[tuple[Any, str]], sentence: str) -> Iterator[None]:
-    """CheckFailed with this sentence as soon as one of the calls (owner, name) is made inside the block."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise CheckFailed(sentence)
-
-    with ExitStack() as stack:
-        for owner, name in calls:
-            stack.enter_context(patch.object(owner, name, refuse))
-        yield
 
 
 def unchanged(given: Sequence[Tensor], before: Sequence[Tensor], names: Sequence[str]) -> None:

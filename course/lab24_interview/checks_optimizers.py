@@ -12,8 +12,8 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Row, row
-from course.lab24_interview.checks_layers import forbidding, unchanged
-from course.shared.diagnose import expect_like
+from course.lab24_interview.checks_layers import unchanged
+from course.shared.diagnose import expect_like, forbidding
 from course.shared.new_tensors import NewTensors
 
 STEPS = 6

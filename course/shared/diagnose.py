@@ -1,14 +1,17 @@
 """From a wrong tensor to the mistake behind it.
 
 Checks of collectives draw whole numbers as inputs, so a wrong result still says where it came from: which chunk it is,
-whose contributions are in it and how often. `say_sum` and `say_parts` look for that and put it in a sentence.
+whose contributions are in it and how often. `say_sum` and `say_parts` look for that and put it in a sentence. `expect`
+and its like refuse a result of a wrong kind, `forbidding` a call that the exercise is to do without.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from numbers import Integral, Real
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -68,6 +71,19 @@ def expect_number(value: Any, returns: str) -> float:
     if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
         raise CheckFailed(f"you returned {value!r}; the exercise asks for {returns}")
     return number
+
+
+@contextmanager
+def forbidding(calls: Sequence[tuple[Any, str]], sentence: str) -> Iterator[None]:
+    """CheckFailed with this sentence as soon as one of the calls (owner, name) is made inside the block."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CheckFailed(sentence)
+
+    with ExitStack() as stack:
+        for owner, name in calls:
+            stack.enter_context(patch.object(owner, name, refuse))
+        yield
 
 
 def say_sum(result: torch.Tensor, inputs: Sequence[torch.Tensor], chunk: int, parts: int) -> str:

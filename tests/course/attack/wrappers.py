@@ -217,7 +217,7 @@ def _spoil(value: Any) -> None:
     if isinstance(value, Tensor):
         with torch.no_grad():
             value.copy_(~value if value.dtype == torch.bool else value + 1)
-    elif isinstance(value, list) and value and isinstance(value[0], Tensor):
+    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
         _spoil(value[0])
     elif isinstance(value, list):
         value.pop() if value else value.append(0)
