@@ -55,7 +55,7 @@ class Goodput:
         if not self.total:
             return "no time spent yet"
         parts = ", ".join(f"{part} {getattr(self, part) / self.total:.1%}" for part in PARTS if getattr(self, part))
-        return f"{self.total:.0f} s in {self.attempts} attempts: {parts}"
+        return f"{self.total:.0f} s in {self.attempts} attempt{'s' * (self.attempts != 1)}: {parts}"
 
 
 class TimeLog:
