@@ -104,8 +104,9 @@ def _say_not_finite(context: int, spread: float, table: list[int]) -> str:
         )
     if context % SIZE:
         return where + (
-            f"The last block in use holds {context % SIZE} keys; the slots behind them, and all other blocks, are NaN here: "
-            "read filled slots only, of blocks in the table only, which may have more blocks than `context` keys fill"
+            f"The last block in use holds {context % SIZE} keys; the slots behind them, and all other blocks, are NaN "
+            "here: read filled slots only, of blocks in the table only, which may have more blocks than `context` keys "
+            "fill"
         )
     return where + "All other blocks are NaN here: logical block i lies in block table[i]"
 

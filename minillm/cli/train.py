@@ -280,7 +280,7 @@ def _run(job: TrainingJob) -> dict[str, Any]:
     except (OSError, RankError) as error:
         go_on = "go on with --resume" if has_checkpoint(job.folder) else "start again with"
         go_on = f"{go_on} --run {shlex.quote(job.folder.name)}"
-        if getattr(error, "exitcode", None) is not None and "RANK" not in os.environ:  # it was killed, and raised nothing
+        if getattr(error, "exitcode", None) is not None and "RANK" not in os.environ:  # killed: nothing was raised
             typer.echo(f"minillm: {str(error).splitlines()[0]}: {go_on}", err=True)
             raise typer.Exit(1) from None
         problem = error.__cause__ if isinstance(error, RankError) else error
