@@ -129,7 +129,7 @@ mistake(
     "sampling-distribution",
     "all equals at the border of top-k",
     {
-        'torch.full_like(logits, float("-inf")).scatter(0, best.indices, best.values)': "logits.masked_fill("
+        'torch.full_like(logits, float("-inf"))\n        logits[best.indices] = best.values': "logits.masked_fill("
         'logits < best.values[-1], float("-inf"))'
     },
     says="Comparing with the k-th logit keeps all its equals, so more than k tokens stay possible.",

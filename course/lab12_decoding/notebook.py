@@ -238,7 +238,8 @@ def distribution(logits, temperature, top_k, top_p):
     logits = logits / temperature
     if top_k is not None:
         best = logits.topk(min(top_k, len(logits)))
-        logits = torch.full_like(logits, float("-inf")).scatter(0, best.indices, best.values)
+        logits = torch.full_like(logits, float("-inf"))
+        logits[best.indices] = best.values
     probabilities = logits.softmax(-1)
     kept = probabilities.masked_fill(~nucleus(probabilities, top_p), 0.0)
     return kept / kept.sum()
