@@ -124,6 +124,13 @@ mistake(
 )
 mistake(
     "gradient-axes",
+    "a router under sequence parallelism",
+    {'kind == "norm" and': 'kind in ("norm", "router") and'},
+    says="That is right for Megatron Core, whose router works on the shard of the sequence. Here each tp rank's router "
+    "sees all tokens, with sequence parallelism too, so the sum counts them tp times.",
+)
+mistake(
+    "gradient-axes",
     "experts as all others",
     {'tokens - {"ep"}': "tokens"},
     says="The ep ranks hold different experts, so their gradients must not be mixed. Copies of one expert lie along "
@@ -232,6 +239,16 @@ mistake(
     {'(2 if axis == "pp" else 1)': '(4 if axis == "pp" else 2)'},
     says="A message crosses once. You counted it where it leaves and where it arrives.",
 )
+
+
+@mistake("crossing-bytes", "by the nodes that a group needs at least", expect="that cross; it is")
+def fewest_nodes(axes, per_node, sent):
+    total, stride, world = {}, 1, math.prod(axes.values())
+    for axis, size in reversed(axes.items()):
+        nodes = math.ceil(size / max(1, per_node // stride))
+        borders = 2 * (nodes - 1) if axis == "pp" else nodes * (nodes > 1)
+        total[axis], stride = world // size * borders * sent[axis], stride * size
+    return total
 
 
 @alternative("crossing-bytes", "from strides, without lists")

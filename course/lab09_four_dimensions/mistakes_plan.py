@@ -82,6 +82,45 @@ mistake(
     {"tables = 2 if layout.pp == 1 else 1": "tables = 2 / layout.pp"},
     says="A pipeline divides the layers. The embedding table lies on the first stage, whole but for tp.",
 )
+for _name, _old, _new, _says in (
+    (
+        "weights are never sharded",
+        "2 / (shards if layout.zero == 3 else 1)",
+        "2",
+        "ZeRO 3 divides the 2 bytes of weight, too: each rank keeps a shard of them and gathers the rest.",
+    ),
+    (
+        "ZeRO 1 divides nothing",
+        "layout.zero >= 1",
+        "layout.zero >= 2",
+        "ZeRO 1 divides Adam's 12 bytes already; gradients follow in stage 2.",
+    ),
+    (
+        "stages in flight, however few microbatches",
+        "min(layout.pp, layout.microbatches)",
+        "layout.pp",
+        "With fewer microbatches than stages the first stage never holds pp of them: there are only so many.",
+    ),
+    (
+        "microbatches of one sequence",
+        "layout.micro_batch * seq",
+        "seq",
+        "A microbatch has micro_batch sequences, so its tokens are micro_batch · seq / cp.",
+    ),
+    (
+        "cp leaves the all-reduces as they are",
+        "/ t * tokens",
+        "/ t * layout.micro_batch * seq",
+        "A rank of cp all-reduces the activations of its own tokens, 1/cp of the sequence.",
+    ),
+    (
+        "cp leaves the activations as they are",
+        "kept = layers * tokens",
+        "kept = layers * layout.micro_batch * seq",
+        "A rank of cp keeps the activations of its own tokens, 1/cp of the sequence.",
+    ),
+):
+    mistake("layout-estimate", _name, {_old: _new}, says=_says)
 
 
 @alternative("layout-estimate", "kind by kind")

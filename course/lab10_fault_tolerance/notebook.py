@@ -39,8 +39,7 @@ from course.lab10_fault_tolerance.loop import Loop, Order
 #
 # ## Predict
 #
-# **How many hours lay between two interruptions? And if one GPU were trained on alone, how many years?** Write down your
-# guess. (The default is a day.)
+# **How many hours lay between two interruptions?** Write down your guess. (The default is a day.)
 
 # %%
 guess_hours = 24.0  # your guess
@@ -74,10 +73,11 @@ receipts.interruptions(guess_hours)
 #
 # The check plays your `save` on 3 ranks with a disk of its own, stops it after every single operation, kills every rank
 # at every point, and lets `load` look at what is left. Then a restarted job, with one rank fewer, saves over the remains.
-# `disk` has `write(path, bytes)`, `flush(path)`, `rename(old, new)`, `remove(path)`, `read(path)`, `exists(path)` and
-# `list(folder)`, which gives names without their folder, and nothing for a folder that is not there. `flush` of a file
-# makes its contents last, and the name that it was written under. `rename` moves a file or a whole folder at once; the
-# new name is an entry of the folder above, which `flush` of that folder makes last. `"."` is the folder of all. `group` has `rank`, `world_size` and `barrier()`.
+# `disk` has `write(path, bytes)`, `flush(path)`, `rename(old, new)`, `remove(path)`, `read(path)`, `exists(path)` (of
+# a file or a folder) and `list(folder)`, which gives names without their folder, and nothing for a folder that is not
+# there. `flush` of a file makes its contents last, and the name that it was written under. `rename` moves a file or a
+# whole folder at once; the new name is an entry of the folder above, which `flush` of that folder makes last. `"."` is
+# the folder of all. `group` has `rank`, `world_size` and `barrier()`.
 
 
 # %%
@@ -114,6 +114,8 @@ def load(disk):
 save, load = check("atomic-commit", (save, load))
 
 # %% [markdown]
+# (`rename` refuses a name that is there: a run that goes back removes the later checkpoints first.)
+#
 # The order that many texts give, beside the one above. Its reader is given every benefit of the doubt: it ignores folders
 # without metadata. How many of all kills leave a folder that it takes for whole and that is not?
 
@@ -125,7 +127,8 @@ receipts.torn()
 # ### 2. Is it still what was written? (15 minutes)
 #
 # Disks and networks lose bits, copies end early, people mix up files. Nothing of that raises an error: weights with one
-# wrong exponent load very well. So a checkpoint carries its own description.
+# wrong exponent load very well. So a checkpoint carries its own description. It is kept outside the
+# folder; files that it does not name are no damage.
 
 
 # %%
@@ -386,7 +389,7 @@ receipts.saves(saves)
 # %% [markdown]
 # In the background training waits for the copy and for the Python that lists the tensors. Ranks meet only before the next
 # save, to hear of this one. The copy grows with what the rank writes, with Adam 12 to 14 bytes per parameter of its shard
-# in host memory. The checkpoint counts later, when it is written.
+# in host memory.
 #
 # ## A job that is killed
 #
@@ -408,7 +411,7 @@ receipts.killed(whole, killed)
 # 2 · 6, 1 · 12): microbatches make up for lost ranks (`minillm/train/fault_tolerance/elastic.py`), and the position in the
 # data is saved. Only the order of additions changes. Resumed on as many ranks, the bits are the same.
 #
-# The bar is made from `time.jsonl`, to which every attempt adds. *Lost* are the steps that were made again.
+# The bar is made from `time.jsonl`. *Lost* are steps that were made again.
 #
 # ## Break it
 #
@@ -485,8 +488,8 @@ show(figures.draw_schedules)
 receipts.corruption()
 
 # %% [markdown]
-# The loss would never have told. Replicas must be equal in every bit, so a hash of each weight does, and among three or
-# more the majority says who is wrong. minillm compares before every save, so that replicas which differ are not saved.
+# Replicas must be equal in every bit, so a hash of each weight tells, and among three or more the majority says who is
+# wrong. minillm compares before every save, so that replicas which differ are not saved.
 # A wrong *gradient* passes this test: the all-reduce hands it to all replicas alike. So does a weight that only one rank
 # holds, as under ZeRO 3. What such errors do to a training run: [Ma et al. 2025](https://arxiv.org/abs/2502.12340).
 #
@@ -507,8 +510,7 @@ often = experiments.too_often()
 receipts.too_often(often)
 
 # %% [markdown]
-# Saving after every step is ruinous in the background too: the next save has to wait until the last one is written. A save
-# must not take longer than the interval between two.
+# Saving after every step is ruinous in the background too: the next save has to wait until the last one is written.
 #
 # - *Slow disks*: the interval grows with the root of the cost, and so does the waste: a twentieth of the bandwidth costs
 #   4.5 times as much (the first two rows of design question B).

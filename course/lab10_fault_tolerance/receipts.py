@@ -44,8 +44,8 @@ def reshard(found: Sequence[Sequence[tuple[str, int, int, int]]] | None = None) 
     yield row("tensors that differ, on all ranks", 0, sum(other for _, other, *_ in everywhere))
     yield row("ranks that read more bytes than they hold", 0, sum(read > held for *_, read, held in everywhere))
     for name, ranks in layouts.items():
-        most = max(read for *_, read, _ in ranks), max(held for *_, held in ranks)
-        yield row(f"{name}: bytes read and held by the busiest rank", None, most, "B")
+        read, held = max(read for *_, read, _ in ranks), max(held for *_, held in ranks)
+        yield row(f"{name}: bytes read and held by the busiest rank", None, f"{read:,} and {held:,}")
 
 
 @titled("resumed without one part: largest difference of 20 losses", open_rows=1)
@@ -57,7 +57,7 @@ def forgotten(found: dict[str, tuple[int | None, float]] | None = None) -> Itera
     )
     yield row("nothing forgotten: the same bits", True, complete)
     for part, (first, apart) in found.items():
-        yield row(f"    {part}: first loss that differs, by at most", None, (first, apart))
+        yield row(f"    {part}: first loss that differs, largest difference", None, f"loss {first}, {apart:.2g}")
 
 
 @titled(

@@ -61,6 +61,8 @@ def _small_words() -> Iterator[tuple[dict[Word, int], dict[bytes, int], str]]:
     a, b, c, d, e, f = (bytes([byte]) for byte in sorted(random.sample(range(ord("a"), ord("z") + 1), 6)))
     ids = bpe.initial_vocabulary()
     yield {(a, b): 9, (c, d): 2, (c, d, e): 2, (f, c, d): 2}, ids, "how often a word occurs"
+    yield {(a, c): 1, (b, f): 2, (d, e): 5, (d, e, f): 1}, ids, "a pair in two words"
+    yield {(a, b): 5, (c, d, e, f): 3}, ids, "a long word, which counts as often as it occurs"
     yield {(a, b, c): 1, (d, e): 5, (d, e, f): 1}, ids, "the most frequent pair"
     yield {(c, d): 3, (a, b): 3, (e, f): 3}, ids, "equally frequent pairs"
     yield {(a, d): 3, (a, c): 3, (e, f): 1}, ids, "equally frequent pairs of the same left token"
@@ -118,6 +120,7 @@ def check_encode(learner: Callable) -> Receipt:
     for merges, piece in (
         ([], a + b),
         ([(b, c), (c, d)], b + c + d),
+        ([(a, b), (c, d), (b, c), (a, b + c)], a + b + c + d),
         ([(a, b), (b, c), (a, b + c)], a + b + c),
         ([(b, c), (a, b)], a + b + c),
         ([(a, b), (b, c), (a + b, c), (c, d)], a + b + c + d),

@@ -211,45 +211,6 @@ def torch_loader(group: Group, num_samples: int, batch_size: int, set_epoch: boo
     return epochs
 
 
-def train_step(group: Group, samples: Callable[[Group], Sequence[int]]) -> dict[str, Any]:
-    """One data-parallel step of a next-token model on the windows that `samples(group)` names for this rank."""
-    tokens = torch.randint(0, 64, (64 * 32 + 1,), generator=torch.Generator().manual_seed(0), device="cpu")
-    mine = [int(sample) for sample in samples(group)]
-    inputs, targets = (x.to(group.device) for x in TokenDataset(tokens, seq_len=32).batch(mine))
-    torch.manual_seed(0)  # the same weights on every rank
-    model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
-    loss = cross_entropy(model(inputs), targets)
-    loss.backward()
-    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    average = gradient.clone()
-    with measure.ledger() as led:
-        group.all_reduce(average, op="avg")
-    change = (average - gradient).norm() / gradient.norm()
-    return {"samples": mine, "loss": loss.item(), "bytes": led.bytes(), "calls": led.calls, "change": change.item()}
-
-
-def lost_on_resume(deal: Callable, taken: int, resume_at: int, batch: int, num_samples: int) -> int:
-    """Samples of epoch 0 that a run never trains on which took `taken` batches and goes on with batch `resume_at`."""
-    order, last = partial(permutation, num_samples, 0), num_samples // batch
-    shown = {
-        sample
-        for k in (*range(taken), *range(resume_at, last))
-        for sample in deal(k * batch, order, num_samples, batch, 0, 1)
-    }
-    return num_samples - len(shown)
-
-
-def made_ahead(taken: int, depth: int) -> int:
-    """Batches that a prefetcher has made when `taken` were taken from it and it has had time."""
-    made: list[int] = []
-    with Prefetcher(lambda k: made.append(k) or k, workers=1, depth=depth) as batches:
-        for _ in range(taken):
-            next(batches)
-        while len(made) < taken + depth:  # its thread fills the queue while the last batch is computed
-            time.sleep(0.001)
-    return len(made)
-
-
 def resumed_batch(steps: int, batch_size: int) -> tuple[dict, list[int], list[int]]:
     """(state after `steps`, the next batch without a break, the next batch of a loader resumed from that state)."""
     dataset = TokenDataset(tokens_of("train"), 256)

@@ -35,6 +35,18 @@ mistake(
 )
 mistake(
     "bpe-merge-step",
+    "the count of the last word alone",
+    {"counts[pair] += times": "counts[pair] = times"},
+    says="Each word overwrites the count of a pair that others have, too: add to it.",
+)
+mistake(
+    "bpe-merge-step",
+    "a long word counts more",
+    {"counts[pair] += times": "counts[pair] += times * len(word)"},
+    says="A word brings each of its pairs as often as it occurs, however long it is.",
+)
+mistake(
+    "bpe-merge-step",
     "merges the first pair instead of the most frequent",
     {"min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))": "next(iter(counts))"},
     says="That is the first pair of the text, whatever its count.",
@@ -170,6 +182,16 @@ def longest_first(piece, ranks):
     return tokens
 
 
+mistake(
+    "bpe-encode",
+    "the rank of the bytes, however they were split",
+    {
+        "while True": "ranks = {left + right: rank for (left, right), rank in ranks.items()}\n    while True",
+        "ranks[pair]": 'ranks[b"".join(pair)]',
+        "if pair in ranks": 'if b"".join(pair) in ranks',
+    },
+    says="You look up the bytes of the pair. Only the very two tokens that were merged in training have that rank.",
+)
 mistake(
     "bpe-encode",
     "stops after the first merge",

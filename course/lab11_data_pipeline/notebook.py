@@ -42,15 +42,13 @@ import math
 import queue
 import threading
 from collections import Counter
-from functools import partial
 from itertools import pairwise
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab11_data_pipeline import bpe, experiments, figures, receipts
+from course.lab11_data_pipeline import bpe, experiments, experiments_breaks, figures, receipts
 from course.lab11_data_pipeline import receipts_text as text_tables
 from minillm import data
 from minillm.comm import launch
-from minillm.data.sampler import permutation
 
 # %% [markdown]
 # ## The text
@@ -430,25 +428,13 @@ sliders(figures.ride_out, depth=(0, 10), slow_ms=(20.0, 120.0, 5.0), every=(4, 2
 # ## 6 · Break it: two jobs, one is wrong
 #
 # Two data-parallel jobs run one step on 4 ranks, 8 windows on each. Each rank computes gradients on its samples and
-# all-reduces them. One of the jobs has the most common bug of data pipelines. Look at the loss and the ledger first:
-
+# all-reduces them. One of the jobs has the most common bug of data pipelines. Look at the ledger and the losses first:
 
 # %%
-order = partial(permutation, 64, 0)  # of 64 samples, seed 0
-
-
-def job_a(group):
-    return deal(0, order, 64, 8, group.rank, group.world_size)
-
-
-def job_b(group):
-    return deal(0, order, 64, 8, 0, group.world_size)
-
-
-jobs = {name: launch(experiments.train_step, 4, job) for name, job in (("A", job_a), ("B", job_b))}
-for name, (one, *_) in jobs.items():
-    print(f"job {name}, rank 0: loss {one['loss']:.3f}, calls {dict(one['calls'])}, ", end="")
-    print(f"{one['bytes']:,} B sent")
+jobs = experiments_breaks.two_jobs(deal)
+for name, ranks in jobs.items():
+    print(f"job {name}: calls {dict(ranks[0]['calls'])}, {ranks[0]['bytes']:,} B sent by rank 0")
+    print("   losses of ranks 0 to 3: " + ", ".join(f"{one['loss']:.3f}" for one in ranks))
 
 # %%
 broken = "A"  # your diagnosis; change it before you run the next cell
@@ -461,9 +447,9 @@ print(
 receipts.two_jobs(jobs)
 
 # %% [markdown]
-# The calls, the bytes and the loss look right: communication was correct, and it averaged four equal gradients. Four
-# ranks did the work of one. One line finds the bug: **gather the sample numbers of a step and count the different
-# ones.** An all-reduce that changes nothing is a second symptom.
+# Calls, bytes and each single loss look right; only that all four are equal gives the job away: four ranks did the work
+# of one. One line finds the bug: **gather the sample numbers of a step and count the different ones.** An all-reduce
+# that changes nothing is a second symptom.
 #
 # ## 7 · Break it: samples lost on resume
 #

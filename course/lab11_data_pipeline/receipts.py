@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,13 @@ import torch
 
 from course.kit.answers import answers_of
 from course.kit.receipts import Receipt, formula, receipt, row
-from course.lab11_data_pipeline import bpe, experiments
+from course.lab11_data_pipeline import bpe, experiments, experiments_breaks
 from course.lab11_data_pipeline import formulas as predict
 from course.lab11_data_pipeline.baselines import character_tokenizer, word_tokenizer
 from course.lab11_data_pipeline.padding import length_batches
 from course.shared.table import Table, table
-from minillm.comm import Group, launch
+from minillm.comm import launch
 from minillm.data import Tokenizer
-from minillm.data.sampler import permutation
 
 answers = answers_of("11_data_pipeline")
 H100_BF16 = 989e12  # FLOP/s, dense; NVIDIA's data sheet
@@ -216,7 +214,7 @@ def step_parts(runs: dict[str, dict[str, Any]]) -> Table:
 
 def two_jobs(jobs: dict[str, list[dict[str, Any]]] | None = None) -> Receipt:
     """A step in which every rank has samples of its own, and one in which all have the same."""
-    jobs = jobs or {name: launch(experiments.train_step, 4, job, device="cpu") for name, job in _jobs().items()}
+    jobs = jobs or experiments_breaks.two_jobs(answers.deal)
     different = tuple(len({sample for one in ranks for sample in one["samples"]}) for ranks in jobs.values())
     changes = tuple(ranks[0]["change"] for ranks in jobs.values())
     rows = [
@@ -227,19 +225,11 @@ def two_jobs(jobs: dict[str, list[dict[str, Any]]] | None = None) -> Receipt:
     return receipt("what the ranks saw", rows)
 
 
-def _jobs() -> dict[str, Callable[[Group], list[int]]]:
-    order, deal = partial(permutation, 64, 0), answers.deal
-    return {
-        "A": lambda group: deal(0, order, 64, 8, group.rank, group.world_size),
-        "B": lambda group: deal(0, order, 64, 8, 0, group.world_size),
-    }
-
-
 def lost(deal: Callable | None = None, taken: int = 5, batch: int = 8, depth: int = 4) -> Receipt:
     """What is never trained on, by whose position was saved."""
-    ahead, rows = experiments.made_ahead(taken, depth), []
+    ahead, rows = experiments_breaks.made_ahead(taken, depth), []
     for saved_by, resume_at, predicted in (("the loader", ahead, depth * batch), ("training", taken, 0)):
-        found = experiments.lost_on_resume(deal or answers.deal, taken, resume_at, batch, 200)
+        found = experiments_breaks.lost_on_resume(deal or answers.deal, taken, resume_at, batch, 200)
         rows.append(row(f"position saved by {saved_by}: samples lost", predicted, found))
     return receipt(f"stopped after {taken} steps of {batch} samples, {depth} batches ahead", rows)
 

@@ -110,7 +110,8 @@ def _judge_output(who: str, found: Any, wanted: Tensor, start: int) -> None:
     if not torch.isfinite(found).all():
         raise CheckFailed(
             f"{who}: the output is not finite. Places that nothing was written to hold NaN here: write k and v before "
-            "you compute scores, and slice the cache to the filled places"
+            "you compute scores, and slice the cache to the filled places. A token that sees no key at all gives NaN, "
+            "too: each sees itself"
         )
     if not torch.allclose(found.double(), wanted, rtol=1e-6, atol=1e-8):
         off = float((found.double() - wanted).abs().max())

@@ -113,6 +113,7 @@ def check_distribution(learner: Callable) -> list[Row]:
     cases += [(2.0, None, 0.7), (0.5, 5, 0.8), (1.3, 4, 0.6), (0.0, None, 1.0), (0.0, 2, 0.5)]
     drawn = [(case, _wide_logits(*case)) for case in cases]
     drawn.append(((1.0, 3, 0.7), [math.log(share) for share in (0.3, 0.25, 0.2, 0.15, 0.1)]))  # .55, .45 and no third
+    drawn += [((1.0, 2, 1.0), [1.0, 3.0, 1.0, 1.0]), ((1.3, 9, 1.0), _wide_logits(1.3, None, 1.0)[:5])]  # ties; k of 5
     evidence = []
     for case, logits in drawn:
         found = learner(torch.tensor(logits, dtype=torch.float64), *case)
@@ -121,7 +122,8 @@ def check_distribution(learner: Callable) -> list[Row]:
         evidence.append(found.double().tolist())
     for (case, logits), shares in zip(drawn, evidence, strict=True):
         right = by_hand(logits, *case)
-        apart = sum(abs(a - b) for a, b in zip(shares, right, strict=True)) / 2
+        ranked = (sorted(zip(logits, each, strict=True)) for each in (shares, right))  # of equals any may stay
+        apart = sum(abs(a - b) for (_, a), (_, b) in zip(*ranked, strict=True)) / 2
         rows.append(row(f"{_name(case)}: possible tokens", _possible(right), _possible(shares)))
         if not apart < 1e-6:  # NaN, too
             raise CheckFailed(
@@ -131,6 +133,12 @@ def check_distribution(learner: Callable) -> list[Row]:
                 rows,
                 evidence=evidence,
             )
+    if not (found := learner(torch.tensor([0.0, 20.0, 0.5]), 1.0, None, 1.0) > 0).all():
+        raise CheckFailed(
+            f"top_p 1 keeps all, but of the logits 0, 20 and 0.5, in float32, {int(found.sum())} stay possible: the "
+            "running sum is rounded and reaches 1 before its end. Treat 1 apart, as in exercise 4",
+            rows,
+        )
     return rows
 
 

@@ -227,7 +227,7 @@ def draw_one_more(found: Mapping[int, Mapping[str, Mapping[str, float]]]) -> Fig
     sizes = list(found)
     for index, way in enumerate(("recomputed", "cached")):
         drawn = {"color": look(index).color, "marker": look(index).marker}
-        left.plot(sizes, [found[n][way]["flops"] for n in sizes], **drawn, label=f"{way}, counted")
+        left.plot(sizes, [found[n][way]["flops"] for n in sizes], **drawn, linestyle="", label=f"{way}, counted")
         expected = [found[n][way]["predicted"] for n in sizes]
         left.plot(sizes, expected, "--", color=look(index).color, marker="", label=f"{way}, formula")
         right.plot(sizes, [found[n][way]["seconds"] * 1e3 for n in sizes], **drawn, label=way)

@@ -75,6 +75,30 @@ mistake(
 mistake("cached-attention", "not scaled", {" * q.shape[-1] ** -0.5": ""}, says="The scores are not divided by √d.")
 mistake(
     "cached-attention",
+    "divided by d",
+    {"q.shape[-1] ** -0.5": "q.shape[-1] ** -1"},
+    says="The scores are divided by d; divide them by √d.",
+)
+mistake(
+    "cached-attention",
+    "sees one token ahead",
+    {"torch.arange(end) <=": "torch.arange(end) - 1 <="},
+    says="A new token sees the one behind it as well: its mask must end at its own place.",
+)
+mistake(
+    "cached-attention",
+    "does not see itself",
+    {"torch.arange(end) <=": "torch.arange(end) <"},
+    expect="each sees itself",
+)
+mistake(
+    "cached-attention",
+    "a softmax over the queries",
+    {"dim=-1": "dim=-2"},
+    says="The softmax runs over the queries. The weights of one query sum to 1, so it runs over the keys.",
+)
+mistake(
+    "cached-attention",
     "all places, masked",
     {"kept[:, :end]": "kept", "torch.arange(end) <=": "torch.arange(keys.shape[1]) <="},
     expect="slice the cache to the filled places",

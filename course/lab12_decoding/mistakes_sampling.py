@@ -122,9 +122,34 @@ mistake(
 mistake(
     "sampling-distribution",
     "k + 1 tokens",
-    {"topk(top_k)": "topk(top_k + 1)"},
+    {"min(top_k, len(logits))": "min(top_k + 1, len(logits))"},
     says="One token too many: top_k keeps k.",
 )
+mistake(
+    "sampling-distribution",
+    "all equals at the border of top-k",
+    {
+        'torch.full_like(logits, float("-inf"))\n        logits[best.indices] = best.values': "logits.masked_fill("
+        'logits < best.values[-1], float("-inf"))'
+    },
+    says="Comparing with the k-th logit keeps all its equals, so more than k tokens stay possible.",
+)
+mistake(
+    "sampling-distribution",
+    "more tokens asked for than there are",
+    {"min(top_k, len(logits))": "top_k"},
+    expect="out of range",
+)
+
+
+@mistake("sampling-distribution", "a nucleus of its own, with no case for top_p 1", expect="top_p 1 keeps all")
+def own_nucleus(logits, temperature, top_k, top_p):
+    shares = ANSWERS.distribution(logits, temperature, top_k, 1.0)
+    values, order = ordered(shares)
+    kept = shares.masked_fill(~back(shares, order, values.cumsum(-1) - values < top_p), 0.0)
+    return kept / kept.sum()
+
+
 mistake(
     "sampling-distribution",
     "top_p forgotten",
@@ -145,7 +170,7 @@ def by_logits(logits, temperature, top_k, top_p):
         return torch.nn.functional.one_hot(logits.argmax(), len(logits)).to(logits.dtype)
     logits = (logits - logits.max()) / temperature
     out = torch.full_like(logits, float("-inf"))
-    best = logits.topk(top_k or len(logits)).indices
+    best = logits.topk(min(top_k or len(logits), len(logits))).indices
     out[best] = logits[best]
     return out.masked_fill(~ANSWERS.nucleus(out.softmax(-1), top_p), float("-inf")).softmax(-1)
 
@@ -159,7 +184,7 @@ def nucleus_of_all(logits, temperature, top_k, top_p):
     if temperature == 0 or top_k is None:
         return ANSWERS.distribution(logits, temperature, top_k, top_p)
     probabilities = (logits / temperature).softmax(-1)
-    kept = ANSWERS.nucleus(probabilities, top_p) & (logits >= logits.topk(top_k).values[-1])
+    kept = ANSWERS.nucleus(probabilities, top_p) & (logits >= logits.topk(min(top_k, len(logits))).values[-1])
     kept = kept.double() * probabilities
     return kept / kept.sum()
 

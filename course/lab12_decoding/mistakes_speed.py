@@ -108,6 +108,13 @@ mistake(
     {"batch * context": "2 * batch * context"},
     says="kv_bytes holds keys and values already.",
 )
+for _name, _tokens in (("one token too few in each cache", "(context - 1)"), ("one too many", "(context + 1)")):
+    mistake(
+        "decode-step",
+        _name,
+        {"batch * context": f"batch * {_tokens}"},
+        says="Each sequence reads `context` tokens of its cache, the new one among them.",
+    )
 mistake(
     "decode-step",
     "weights without itemsize",

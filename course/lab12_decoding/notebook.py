@@ -229,14 +229,17 @@ def distribution(logits, temperature, top_k, top_p):
     """logits: [vocab] -> [vocab], the probabilities that the next token is sampled with.
 
     temperature: divides the logits; 0 = the likeliest token for certain. top_k: only the k
-    likeliest (None: all). top_p: only the nucleus of what these leave, renormalized.
+    likeliest, of equals any (None, or more than there are: all). top_p: only the nucleus of what
+    these leave, renormalized.
     """
     # BEGIN SOLUTION
     if temperature == 0:
         return torch.zeros_like(logits).index_fill(0, logits.argmax(), 1.0)
     logits = logits / temperature
     if top_k is not None:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
+        best = logits.topk(min(top_k, len(logits)))
+        logits = torch.full_like(logits, float("-inf"))
+        logits[best.indices] = best.values
     probabilities = logits.softmax(-1)
     kept = probabilities.masked_fill(~nucleus(probabilities, top_p), 0.0)
     return kept / kept.sum()

@@ -251,9 +251,8 @@ def transformers() -> Receipt:
     theirs, ours = both["transformers, DynamicCache"], both["exercise 2"]
     same = sum(a == b for a, b in zip(theirs["tokens"], ours["tokens"], strict=True))
     found = [row("the same tokens", len(theirs["tokens"]), same)]
-    found += [
-        row(f"{what}: theirs (predicted), here", theirs[what], ours[what]) for what in ("passes", "entries", "bytes")
-    ]
+    for what in ("passes", "entries", "bytes"):
+        found += [row(f"{what} here, {ours[what]:,}: as many as theirs", True, theirs[what] == ours[what])]
     found += [row("seconds: theirs, here", None, (seconds(theirs["seconds"]), seconds(ours["seconds"])))]
     return receipt("transformers with a DynamicCache, and the loop of exercise 2", found)
 

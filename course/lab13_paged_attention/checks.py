@@ -44,7 +44,7 @@ def _mapped(learner: Callable, block_size: int) -> Receipt:
         tables.append(table)
         pieces = _pieces(length, block_size)  # as a prompt comes
         slots = [learner(list(table), start, count, block_size) for start, count in pieces]
-        _judge_slots(slots, table, pieces, block_size)
+        slots = _judged_slots(slots, table, pieces, block_size)
         for position, slot in enumerate(slot for piece in slots for slot in piece):
             if slot in memory:
                 raise CheckFailed(f"slot {slot} was given to two tokens: {memory[slot]} and {sequence, position}")
@@ -75,7 +75,8 @@ def _pieces(length: int, block_size: int) -> list[tuple[int, int]]:
     return pieces
 
 
-def _judge_slots(slots: list, table: list[int], pieces: list[tuple[int, int]], block_size: int) -> None:
+def _judged_slots(slots: list, table: list[int], pieces: list[tuple[int, int]], block_size: int) -> list[list[int]]:
+    """The slots as lists: an array or a generator will do. CheckFailed if one is wrong."""
     try:
         slots = [[int(slot) for slot in found] for found in slots]
     except TypeError:
@@ -85,6 +86,7 @@ def _judge_slots(slots: list, table: list[int], pieces: list[tuple[int, int]], b
         if found != expected:
             case = f"table {table}, {block_size} slots a block, positions {start} to {start + count - 1}"
             raise CheckFailed(f"{case}: you returned {found}, but the slots are {expected}", evidence=slots)
+    return slots
 
 
 # The pool.
@@ -132,6 +134,8 @@ def _judge_refusals(learner: Callable) -> None:
     _expect(RuntimeError, pool.allocate, "allocate from a pool with no free block")
     pool.release(blocks[0])
     _expect(ValueError, lambda: pool.release(blocks[0]), "release a block twice: two tables would get it")
+    if (counts := _counts(pool, 3)) != [int(block != blocks[0]) for block in range(3)]:
+        raise CheckFailed(f"after a refused release references[b] is {counts}: a refusal changes nothing")
     _expect(ValueError, lambda: pool.share(blocks[0]), "share a free block: it holds no sequence's keys")
     others = sorted(other.allocate() for _ in range(7))
     if others != list(range(7)) or _counts(pool, 3) != [int(block != blocks[0]) for block in range(3)]:

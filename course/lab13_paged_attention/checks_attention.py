@@ -66,16 +66,20 @@ def check_paged_attention(learner: Callable) -> Receipt:
 
 
 def _case(context: int, spread: float) -> tuple[Tensor, Tensor, Tensor, list[int], int]:
-    """A sequence in a pool where every other number is NaN; scores of about ±spread·10, rising with the position."""
+    """A sequence in a pool where every other number is NaN; scores of about ±spread·10, rising with the position. Its
+    table has a block more than it needs."""
     blocks = predict.blocks_for(context, SIZE)
-    table = random.sample(range(blocks + 5), blocks)
+    table = random.sample(range(blocks + 5), blocks + 1)  # the last one is reserved ahead, and nothing is in it
     draw = {"generator": torch.Generator().manual_seed(random.randrange(2**32)), "dtype": torch.float64}
     slots = torch.tensor([table[p // SIZE] * SIZE + p % SIZE for p in range(context)])
     pools = torch.full((2, (blocks + 5) * SIZE, KV_HEADS, DIM), float("nan"), dtype=torch.float64)
     pools[:, slots] = torch.randn(2, context, KV_HEADS, DIM, **draw)
     pools[0, slots] *= torch.linspace(spread, 2 * spread, context, dtype=torch.float64)[:, None, None]
+    q = 3 * torch.randn(HEADS, DIM, **draw)
+    if context == 1 and spread > 1:  # every score is far below 0
+        q, pools[0, slots] = torch.ones_like(q), -10 * spread
     k_pool, v_pool = pools.unflatten(1, (-1, SIZE)).unbind()
-    return 3 * torch.randn(HEADS, DIM, **draw), k_pool, v_pool, table, context
+    return q, k_pool, v_pool, table, context
 
 
 def _judge(found, case, spread: float) -> float:
@@ -95,12 +99,14 @@ def _say_not_finite(context: int, spread: float, table: list[int]) -> str:
     if spread > 1:
         return where + (
             "exp of a large score overflows: subtract the largest score so far. Each query head needs a maximum of its "
-            "own, or under another head's all of its weights vanish"
+            "own, or under another head's all of its weights vanish; and it must begin at -inf, or under a 0 those of "
+            "scores far below 0 vanish"
         )
     if context % SIZE:
         return where + (
-            f"The last block holds {context % SIZE} keys; the slots behind them, and all other blocks, are NaN here: "
-            "read filled slots only, of blocks in the table only"
+            f"The last block in use holds {context % SIZE} keys; the slots behind them, and all other blocks, are NaN "
+            "here: read filled slots only, of blocks in the table only, which may have more blocks than `context` keys "
+            "fill"
         )
     return where + "All other blocks are NaN here: logical block i lies in block table[i]"
 

@@ -182,7 +182,9 @@ def _wrong(same: bool) -> str:
 def check_find_prefix(learner: Callable) -> Receipt:
     size = random.choice((3, 4))
     draw = lambda: tuple(random.randrange(32_000) for _ in range(size))  # noqa: E731
-    a, b, c, x = (draw() for _ in range(4))
+    a, c, x = (draw() for _ in range(3))
+    b = tuple(random.sample(range(32_000), size))  # different tokens, so that another order of them is another block
+    turned, same_end = b[::-1], (*x[:-1], b[-1])
     ids = [0, *random.sample(range(1, 50), 7)]  # block 0 is a block like any other
     chain = {"a": Entry(ids[0], a, None), "ab": Entry(ids[1], b, ids[0]), "abc": Entry(ids[2], c, ids[1])}
     tail, cases = [1, 2], 0
@@ -203,6 +205,20 @@ def check_find_prefix(learner: Callable) -> Receipt:
             chain,
             ids[:1],
             "a hash that two blocks have in common: compare the tokens",
+        ),
+        (
+            [*a, *turned, *tail],
+            ["a", "ab"],
+            chain,
+            ids[:1],
+            "the entry holds your tokens in another order: compare them one by one, as they stand",
+        ),
+        (
+            [*a, *same_end, *tail],
+            ["a", "ab"],
+            chain,
+            ids[:1],
+            "the entry's last token is yours and the others are not: compare all of them",
         ),
         (
             [*x, *b, *tail],

@@ -1,5 +1,6 @@
 """Lab 13's figures: blocks and their holders, step by step; what is wasted, what sharing saves, which block size."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -217,6 +218,8 @@ def draw_sweep(rows: Sequence[dict[str, Any]]) -> Figure:
     )
     left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     left.set_ylim(0)
+    least = min(time for row in rows for time in row["attention_s"].values())
+    right.set_ylim(0.9 * 10 ** math.floor(math.log10(least)))  # with a tick below the lower curve
     for axes in (left, right):
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()

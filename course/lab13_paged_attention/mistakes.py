@@ -54,6 +54,11 @@ mistake(
 )
 
 
+@alternative("slot-mapping", "a generator")
+def one_after_the_other(table, start, count, block_size):
+    return (table[p // block_size] * block_size + p % block_size for p in range(start, start + count))
+
+
 @alternative("slot-mapping", "all slots of the table, then a slice")
 def sliced(table, start, count, block_size):
     slots = torch.tensor(table)[:, None] * block_size + torch.arange(block_size)
@@ -109,6 +114,20 @@ mistake(
     "puts back at the front",
     {"self.free.append(block)": "self.free.insert(0, block)"},
     expect="it searches.*all free",
+)
+
+
+mistake(
+    "block-pool",
+    "counts down before it refuses",
+    {
+        "if self.references[block] == 0:\n"
+        '            raise ValueError(f"block {block} is rel': "self.references[block] -= 1\n"
+        "        if self.references[block] < 0:\n"
+        '            raise ValueError(f"block {block} is rel',
+        'twice")\n        self.references[block] -= 1\n': 'twice")\n',
+    },
+    expect="a refusal changes nothing",
 )
 
 
@@ -196,6 +215,12 @@ def average_of_blocks(q, k_pool, v_pool, table, context):
 
 mistake(
     "paged-attention",
+    "a maximum that begins at 0",
+    {'float("-inf")': "0.0"},
+    expect="begin at -inf",
+)
+mistake(
+    "paged-attention",
     "one maximum for all heads",
     {"scores.amax(-1, keepdim=True)": "scores.max()"},
     expect="a maximum of its own",
@@ -223,6 +248,12 @@ mistake(
     "reads the unused slots of the last block",
     {"min(block_size, context - index * block_size)": "block_size"},
     expect="read filled slots only",
+)
+mistake(
+    "paged-attention",
+    "goes through all blocks of the table",
+    {"range(-(-context // block_size))": "range(len(table))"},
+    expect="more blocks than",
 )
 mistake(
     "paged-attention",
@@ -261,7 +292,8 @@ def keeps_scores(q, k_pool, v_pool, table, context):
     heads, head_dim = q.shape
     _, size, kv_heads, _ = k_pool.shape
     rows = q.view(kv_heads, -1, head_dim) / math.sqrt(head_dim)
-    ends = [(block, min(size, context - index * size)) for index, block in enumerate(table)]
+    used = table[: -(-context // size)]
+    ends = [(block, min(size, context - index * size)) for index, block in enumerate(used)]
     scores = [torch.einsum("hgd,khd->hgk", rows, k_pool[block, :filled]) for block, filled in ends]
     largest = functools.reduce(torch.maximum, (part.amax(-1, keepdim=True) for part in scores))
     total, weighted = 0, 0

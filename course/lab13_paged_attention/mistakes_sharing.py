@@ -182,6 +182,18 @@ mistake(
 )
 mistake(
     "find-prefix",
+    "compares the tokens in any order",
+    {"entry.tokens != mine": "sorted(entry.tokens) != sorted(mine)"},
+    expect="in another order",
+)
+mistake(
+    "find-prefix",
+    "compares the last token",
+    {"entry.tokens != mine": "entry.tokens[-1] != mine[-1]"},
+    expect="compare all of them",
+)
+mistake(
+    "find-prefix",
     "takes block 0 for no parent",
     {"entry.parent != parent": "(entry.parent and entry.parent != parent)"},
     expect="compare its parent",

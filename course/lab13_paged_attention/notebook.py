@@ -72,7 +72,7 @@ print(
 # ## Predict
 #
 # **Reserve 512 places for each of these requests. Which share of them is never used? And if memory is handed out in
-# blocks of 16 tokens, on demand?** Two guesses; they come back with the measurement.
+# blocks of 16 tokens, on demand?** Two guesses.
 
 # %%
 guess_reserved = 0.5  # unused share if every request reserves the whole context
@@ -177,8 +177,8 @@ Pool = check("block-pool", Pool)
 # %%
 def paged_attention(q, k_pool, v_pool, table, context):
     """One query over its first `context` keys. q: [heads, head_dim]; k_pool, v_pool: [num_blocks,
-    block_size, kv_heads, head_dim]; table: list of blocks -> [heads, head_dim]. No tensor that
-    grows with the context."""
+    block_size, kv_heads, head_dim]; table: list of blocks, some of which may be reserved ahead
+    -> [heads, head_dim]. No tensor that grows with the context."""
     # BEGIN SOLUTION
     heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_pool.shape
@@ -533,7 +533,9 @@ print(inspect.getsource(blocks.Prefix))
 # On a GPU a kernel does what you did: it looks up slots through the table, keeps a maximum and two sums on chip, and never
 # writes scores to memory. With one query per sequence there is too little work to fill a GPU, so the *keys* are split,
 # too, and the parts are joined by their sums ([Flash-Decoding, Dao et al.
-# 2023](https://crfm.stanford.edu/2023/10/12/flashdecoding.html)). `minillm/model/paged/triton.py` is such a kernel.
+# 2023](https://crfm.stanford.edu/2023/10/12/flashdecoding.html)). `minillm/model/paged/triton.py` is such a kernel. (vLLM's
+# own PagedAttention kernel is gone: each attention backend reads block tables,
+# [#54737](https://github.com/vllm-project/vllm/pull/54737).)
 #
 # ### Exercise 8 · a kernel of your own (30 minutes, skip on a first reading)
 #

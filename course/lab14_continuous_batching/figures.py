@@ -136,6 +136,7 @@ def draw_stalls(rows: list[dict[str, Any]], unmixed: dict[str, float] | None = N
         style_of = {"color": PALETTE["vermillion"], "marker": "X", "linestyle": "", "markersize": 8}
         panels[0].plot(512, 1e3 * unmixed["gap"], label="chunk 512, phases never mixed", **style_of)
     panels[0].set_title("A prompt of 8,192 tokens arrives while 16 decode")
+    panels[1].set_title("How long the prompt itself takes")
     panels[0].legend()
     panels[1].legend()
     headline(figure, "Larger chunks make decoding sequences wait and soon hasten the prompt no more")

@@ -17,7 +17,7 @@ from minillm.serve import StepRecord
 
 COLUMNS, SIZE = 16, 4
 POOL = {"num_blocks": 48, "block_size": SIZE, "token_budget": 24, "max_num_seqs": 6, "chunk": 12, "reserve": 0}
-FREE = "#F4F4F4"
+FREE = "#DEDEDE"
 
 
 def trace() -> list[Arrival]:

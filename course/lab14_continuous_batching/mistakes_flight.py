@@ -92,6 +92,15 @@ def many_preemptions(records, prompts):
     return found
 
 
+@mistake("diagnose-a-flight", "one-preempted-again-and-again-is-a-livelock", expect="livelock")
+def one_preempted_often(records, prompts):
+    times = Counter(name for each in records for name in each.preempted)
+    found = ANSWERS.diagnose(records, prompts)
+    if found in ("healthy", "livelock"):
+        return "livelock" if max(times.values(), default=0) > 20 else "healthy"
+    return found
+
+
 mistake(
     "diagnose-a-flight",
     "one-missing-is-a-stall",

@@ -10,6 +10,7 @@ from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab15_speculative_decoding import experiments_breaks, tiny_models
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
+from course.shared.diagnose import expect
 from minillm.predict.serving import speculation as predict
 
 VERDICTS = ("exact", "exact, accepts less", "first token off", "later tokens off")
@@ -37,10 +38,11 @@ def check_best_k(learner: Any) -> Receipt:
     for alpha, c, k in [(0.8, 0.1, 4), (1.0, 0.0, 3), (0.0, 0.25, 2), (0.95, 0.03, drawn.randint(10, 400))] + [
         (drawn.random(), drawn.uniform(0, 0.5), drawn.randint(0, 9)) for _ in range(100)
     ]:
-        found = gain(alpha, c, k)
-        due = predict.speedup(alpha, c, k)
-        if not isinstance(found, Real) or not abs(found - due) <= NOTHING:
-            name = f"α = {alpha:.3f}, c = {c:.3f}, K = {k}"
+        found, due = gain(alpha, c, k), predict.speedup(alpha, c, k)
+        found = found.item() if getattr(found, "shape", None) == () else found  # a tensor will do
+        name = f"α = {alpha:.3f}, c = {c:.3f}, K = {k}"
+        expect(isinstance(found, Real), found, "a number", f"{name}: speedup")
+        if not abs(found - due) <= NOTHING:  # NaN, too
             raise CheckFailed(f"{name}: your speedup is {found:.4g}, but it is {due:.4g}.", evidence=found)
     for alpha, c, k in ((0.8, 0.1, 4), (0.8, 0.1, 8), (0.8, 0.02, 8)):
         rows.append(

@@ -58,7 +58,7 @@ def check_loop(learner: Callable) -> Receipt:
                 f"with {name} the answer is {list(answer)}: rejected draft tokens must not stay in it", rows
             )
         if target.passes != expected:
-            raise CheckFailed(_say_passes(name, target.passes, expected), rows)
+            raise CheckFailed(_say_passes(name, target, draft, expected), rows)
     return receipt("the loop: distribution and passes", rows)
 
 
@@ -76,24 +76,32 @@ def _passes(draft: "_Chain", count: int, k: int) -> int:
     return target.passes
 
 
-def _say_passes(name: str, found: int, expected: int) -> str:
+def _say_passes(name: str, target: "_Chain", draft: "_Chain", expected: int) -> str:
+    found = target.passes
     if found > expected and name.endswith("always right"):
-        why = {4: "the bonus token of each pass is lost", 12: "each draft token has a pass of its own"}.get(
-            found, "draft each token after those drafted before it, not always after the verified tokens"
-        )
+        why = {4: "the bonus token of each pass is lost", 12: "each draft token has a pass of its own"}.get(found)
+        if why is None and len(draft.asked) <= found:
+            why = "no pass drafts more than one token, and K is 3"
+        elif why is None and max(draft.asked) < min(draft.asked) + 3:
+            why = "the draft is asked about the prompt in each pass, without what has been written so far"
+        elif why is None:
+            why = "draft each token after those drafted before it, not always after the verified tokens"
         return f"with {name}, {found} passes for 12 tokens where {expected} are enough: {why}"
     return f"with {name}, {found} passes where {expected} are due: one pass of the target per round, no more, no less"
 
 
 class _Chain:
-    """Says token + step (of 5) after a token, always; after the token `wrong_after` one more."""
+    """Says token + step (of 5) after a token, always; after the token `wrong_after` one more. asked: how many tokens it
+    was given, call by call."""
 
     vocab = 5
 
     def __init__(self, step: int, wrong_after: int | None = None):
         self.step, self.wrong_after, self.passes = step, wrong_after, 0
+        self.asked: list[int] = []
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
+        self.asked.append(len(tokens))
         right = torch.zeros(self.vocab, dtype=torch.float64)
         right[(tokens[-1] + self.step + (tokens[-1] == self.wrong_after)) % self.vocab] = 1
         return right

@@ -46,7 +46,10 @@ def check_draft(learner: Callable) -> Receipt:
     found = tiny_models.enumerated(lambda draw: _drafted(learner, draft, k, 0.0, VOCAB, draw)[0])
     if found != {tuple(ANSWERS.honest_draft(draft.scores, PROMPT, k, 0.0, VOCAB, None)[0]): 1.0}:
         raise CheckFailed(f"temperature 0 drafts {found}: it is always the likeliest token after those before it", rows)
-    if learner(draft.scores, list(PROMPT), k, 0.0, VOCAB, tiny_models.seeded())[1] is not None:
+    said = learner(draft.scores, list(PROMPT), k, 0.0, VOCAB, tiny_models.seeded())[1]
+    if isinstance(said, Tensor) and said.shape == (k, VOCAB) and bool((said.amax(-1) == 1).all()):
+        raise CheckFailed("temperature 0 returns rows of a single 1: exact, but the exercise asks for None", rows)
+    if said is not None:
         raise CheckFailed(
             "temperature 0 returns probabilities, but the likeliest token was not sampled from them: verified as if it "
             "had been, it would be accepted with p/q, too often. Return None",

@@ -160,7 +160,7 @@ def draw_typical(rows: list[tuple[float, float, float]], exact: float) -> Figure
         values = [row[place] for row in rows]
         axes.plot([row[0] for row in rows], values, color=drawn.color, marker=drawn.marker, label=name)
     axes.axhline(exact, color=look(0).color, linestyle="--", label="accepted by the exact rule, total variation 0")
-    axes.set(xlabel="threshold ε", ylabel="share", ylim=(0, 1), xscale="log")
+    axes.set(xlabel="threshold ε", ylabel="share accepted; total variation", ylim=(0, 1), xscale="log")
     log_ticks(axes.xaxis)
     headline(axes, "Typical acceptance samples another distribution at all these thresholds", "Temperature 1")
     axes.legend()

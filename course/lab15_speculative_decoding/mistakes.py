@@ -37,6 +37,12 @@ mistake(
 )
 mistake(
     "residual",
+    "all of p where it is larger",
+    {"(p - q).clamp(min=0)": "p.masked_fill(p <= q, 0.0)"},
+    says="Where p is larger, all of p stays. The accepted draft tokens have brought q of it already: p - q is missing.",
+)
+mistake(
+    "residual",
     "absolute difference",
     {".clamp(min=0)": ".abs()"},
     says="This is |p - q|: where the draft says a token too often, nothing is missing.",
@@ -235,6 +241,18 @@ mistake(
     "draft tokens all from the verified tokens",
     {"draft([*tokens, *drafted])": "draft(tokens)"},
     expect="draft each token after those drafted before it",
+)
+mistake(
+    "speculative-loop",
+    "one draft token a pass, whatever k",
+    {"min(k, left - 1)": "min(1, left - 1)"},
+    expect="no pass drafts more than one token",
+)
+mistake(
+    "speculative-loop",
+    "the draft never sees the answer",
+    {"draft([*tokens, *drafted])": "draft([*prompt, *drafted])"},
+    expect="what has been written so far|distribution is off",
 )
 mistake("speculative-loop", "writes beyond the end", {"min(k, left - 1)": "k"}, expect="you returned .* tokens where")
 alternative(

@@ -1,5 +1,7 @@
 """Spoilers of lab 15: speedups that grow without end, K rules that never give up, verdicts that look at half of it."""
 
+import torch
+
 from course.kit.answers import answers_of
 from course.kit.exercises import alternative, mistake
 from course.lab15_speculative_decoding.tiny_models import NOTHING, distance, first
@@ -81,6 +83,7 @@ mistake(
     {"sum(alpha**i for i in range(k + 1)) / (1 + c * k)": "(1 - alpha ** (k + 1)) / ((1 - alpha) * (c * k + 1))"},
     expect="ZeroDivisionError",
 )
+mistake("best-k", "no return", {"return sum": "gain = sum"}, expect="speedup returned nothing")
 mistake("best-k", "always draft tokens", {"range(most + 1)": "range(1, most + 1)"}, expect="0 draft tokens is a choice")
 mistake(
     "best-k",
@@ -97,6 +100,10 @@ def _closed(alpha, c, k):
     return tokens / (c * k + 1)
 
 
+def _by_tensors(alpha, c, k):
+    return (torch.tensor(alpha, dtype=torch.float64) ** torch.arange(k + 1)).sum() / (1 + c * k)
+
+
 def _climb(alpha, c, most):
     k = 0
     while k < most and right.speedup(alpha, c, k + 1) > right.speedup(alpha, c, k):
@@ -105,6 +112,7 @@ def _climb(alpha, c, most):
 
 
 alternative("best-k", "closed form, and climbing while it gets better")((_closed, _climb))
+alternative("best-k", "sums of tensors")((_by_tensors, right.best_k))
 
 
 # Verdicts.

@@ -46,6 +46,14 @@ mistake(
 )
 
 
+mistake(
+    "honest-draft",
+    "temperature 0 with rows of a single 1",
+    {"continue": "rows.append(torch.zeros_like(logits).index_fill(0, logits.argmax(), 1.0))\n            continue"},
+    expect="exact, but the exercise asks for None",
+)
+
+
 @alternative("honest-draft", "top-k by sorting, one recursive draft token")
 def by_sorting(scores, tokens, k, temperature, top_k, draw):
     if k == 0:
@@ -88,6 +96,12 @@ mistake(
     "no limit to the ending",
     {"min(longest, len(tokens) - 1)": "len(tokens) - 1"},
     says="The ending is `longest` tokens at most; you match longer ones.",
+)
+mistake(
+    "prompt-lookup",
+    "endings of three tokens, whatever `longest`",
+    {"min(longest, len(tokens) - 1)": "min(3, len(tokens) - 1)"},
+    says="`longest` says how many tokens of the ending count; yours are three whatever it is.",
 )
 mistake(
     "prompt-lookup",

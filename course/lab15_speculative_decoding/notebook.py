@@ -345,9 +345,9 @@ show(k_sweep)
 receipts.sweep(swept)
 
 # %% [markdown]
-# These are four answers of 32 tokens: acceptance at the later places rests on a handful of tokens (the last row says how
-# many), and speedups move by a tenth from run to run. Quote `python -m minillm bench speculate` instead, which measures
-# more. A call of this draft costs far more than its tenth of the parameters suggests: most of it is overhead.
+# These are four answers of 32 tokens: acceptance at the later places rests on a handful of tokens (the table's title
+# says how many), and speedups move by a tenth from run to run. Quote `python -m minillm bench speculate` instead, which
+# measures more. A call of this draft costs far more than its tenth of the parameters suggests: most of it is overhead.
 #
 # K = 0, no draft at all, has speedup 1 and may well be best. And the best K differs between sequences. `k="adaptive"`
 # takes each sequence's own recent acceptance and the formula above, down to K = 0:

@@ -194,12 +194,12 @@ def _pairs() -> Iterator[tuple[Any, Any, bool, str]]:
             other = copied | {name: tuple(changed)}
             yield adapter, (scale, other), False, f"{'AB'[which]} of {name} differs in one number: hash every one"
     swapped = {names[0]: copied[names[1]], names[1]: copied[names[0]]}
-    yield adapter, (scale, swapped), False, "the same matrices at other layers: the names of layers belong into the key"
+    yield adapter, (scale, swapped), False, "the same matrices at other layers: the names of layers belong in the key"
     yield (
         (scale, {"0.q_proj": layers[names[0]]}),
         (scale, {"0.v_proj": layers[names[0]]}),
         False,
-        ("the same matrices at another layer: the names of layers belong into the key"),
+        ("the same matrices at another layer: the names of layers belong in the key"),
     )
     fewer = {names[0]: copied[names[0]]}
     yield adapter, (scale, fewer), False, "one of the layers is missing"

@@ -140,7 +140,7 @@ mistake(
     "adapter-key",
     "names of layers left out",
     {"(name, tuple(matrix.shape), matrix.dtype)": "(tuple(matrix.shape), matrix.dtype)"},
-    expect="names of layers belong into the key",
+    expect="names of layers belong in the key",
 )
 mistake(
     "adapter-key",

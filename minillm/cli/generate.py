@@ -43,9 +43,16 @@ TEXT, SAMPLING, MODEL = (partial(Option, rich_help_panel=panel) for panel in ("P
 
 def command(
     invocation: typer.Context,
-    prompt: Annotated[str, Argument(help="Text to go on from.")] = "",
+    prompt: Annotated[
+        str, Argument(help="Text to go on from. A space at its end joins the next token; in a file it does not.")
+    ] = "",
     batch: Annotated[
-        Path | None, TEXT(metavar="FILE", help='Many prompts at once: one per line, or JSON lines {"prompt": ...}.')
+        Path | None,
+        TEXT(
+            metavar="FILE",
+            help="Many prompts at once: one per line, or JSON lines with fields of SamplingParams, such as "
+            '{"prompt": "def ", "top_p": 0.9, "n": 2}.',
+        ),
     ] = None,
     chat: Annotated[bool, TEXT("--chat", help="Prompts are messages of a user; apply the chat template.")] = False,
     system: Annotated[str | None, TEXT(metavar="TEXT", help="With --chat: the message before the user's.")] = None,
@@ -74,7 +81,9 @@ def command(
     speculate: Annotated[
         str | None, MODEL(metavar="NAME", help=f"Draft tokens and check several in a pass: {', '.join(PROPOSERS)}.")
     ] = None,
-    k: Annotated[str, MODEL("--k", help="With --speculate: draft tokens per pass, a number or 'adaptive'.")] = "4",
+    k: Annotated[
+        str, MODEL("--k", help="With --speculate: draft tokens per pass, a number (0: none) or 'adaptive'.")
+    ] = "4",
     adapter: Annotated[
         Path | None, MODEL(metavar="DIR", help="An adapter beside the model: a folder of peft's, as train writes it.")
     ] = None,
@@ -107,6 +116,7 @@ def command(
         raise ValueError(f"--speculate: no proposer {speculate!r}: use one of {', '.join(PROPOSERS)}")
     if is_given(invocation, "k") and speculate is None:
         raise ValueError(f"--k {k} is a number of draft tokens: add --speculate NAME, which proposes them")
+    speculate = None if k == "0" else speculate  # no draft tokens: plain decoding
     for name, value, known in (("dtype", dtype, (*DTYPES, "auto")), ("kv", kv, KV_FORMATS)):
         if value is not None and value not in known:
             raise ValueError(f"--{name} {value} is unknown: use one of {', '.join(known)}")

@@ -278,14 +278,18 @@ def _run(job: TrainingJob) -> dict[str, Any]:
                 return launch(train, world_size, job, timeout=TIMEOUT_S, device=kind)[0]
         return train(None, job)
     except (OSError, RankError) as error:
+        go_on = "go on with --resume" if has_checkpoint(job.folder) else "start again with"
+        go_on = f"{go_on} --run {shlex.quote(job.folder.name)}"
+        if getattr(error, "exitcode", None) is not None and "RANK" not in os.environ:  # killed: nothing was raised
+            typer.echo(f"minillm: {str(error).splitlines()[0]}: {go_on}", err=True)
+            raise typer.Exit(1) from None
         problem = error.__cause__ if isinstance(error, RankError) else error
         if not isinstance(problem, OSError) or isinstance(problem, ConnectionError):
             raise  # other ranks have gone, and the disk is not to blame
         is_full = any(os.strerror(code) in str(problem) for code in (errno.ENOSPC, errno.EDQUOT))
         advice = "free some space" if is_full else "mend that"
-        go_on = "go on with --resume" if has_checkpoint(job.folder) else "start again with"
         said = str(problem).rstrip(".")
-        raise ValueError(f"{said}: {advice}, then {go_on} --run {shlex.quote(job.folder.name)}.") from error
+        raise ValueError(f"{said}: {advice}, then {go_on}.") from error
 
 
 def _announce(job: TrainingJob, is_new: bool) -> None:

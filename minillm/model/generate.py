@@ -161,5 +161,7 @@ def device_of(name: str) -> torch.device:
         elif (device.index or 0) >= (count := torch.cuda.device_count()):
             raise RuntimeError(f"CUDA GPUs found: {count}")
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name} cannot be used ({str(error).splitlines()[0]}): try cpu") from error
+        why = str(error).splitlines()[0]
+        why = "torch knows no such device" if why.startswith("Expected one of") else why  # it lists all twenty
+        raise ValueError(f"--device {name} cannot be used ({why}): try cpu") from error
     return device

@@ -39,7 +39,7 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
     return GenerationDefaults(
         tuple(eos),
         {key: value for key, value in sampling.items() if key == "temperature" or value != SAMPLING[key]},
-        tuple(sorted(given.keys() - SAMPLING.keys() - INERT)) if raw else (),
+        tuple(sorted(key for key in given.keys() - SAMPLING.keys() - INERT if given[key] is not False)),
     )
 
 

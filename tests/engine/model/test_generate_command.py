@@ -42,7 +42,8 @@ def test_generation_config(folder):
     )
     found = read_generation_config(folder)
     assert found == GenerationDefaults((3, 5), {"temperature": 0.6, "top_k": 20, "top_p": 0.9})
-    configure(folder, eos_token_id=3, temperature=0.6, repetition_penalty=1.1, no_repeat_ngram_size=3, top_k=0)
+    ours = {"eos_token_id": 3, "temperature": 0.6, "repetition_penalty": 1.1, "top_k": 0}
+    configure(folder, **ours, no_repeat_ngram_size=3, output_attentions=False)
     found = read_generation_config(folder)  # not sampled: what transformers ignores is ignored
     assert found == GenerationDefaults(
         (3,), {"temperature": 0.0, "repetition_penalty": 1.1}, unused=("no_repeat_ngram_size",)

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from minillm.__main__ import run
+from minillm.cli import train
+from minillm.comm import RankError
 from minillm.train.checkpoint.manifest import committed, step_of
 from minillm.train.checkpoint.reader import read_whole
 from minillm.train.metrics import read_metrics
@@ -20,6 +22,16 @@ COMMON = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", 
 def losses(home, *arguments):
     assert run([*COMMON, *arguments, "--json", "found.json"]) == 0
     return json.loads((home / "found.json").read_text())
+
+
+def test_a_killed_rank_is_said_in_a_line_with_the_way_on(home, monkeypatch, capsys):
+    def die(*_, **__):
+        raise RankError("rank 1 of 2 was killed by SIGKILL before it finished", 1, -9)
+
+    monkeypatch.setattr(train, "launch", die)
+    assert run([*COMMON, "--dp", "2", "--run", "cut"]) == 1
+    said = "minillm: rank 1 of 2 was killed by SIGKILL before it finished: start again with --run cut"
+    assert capsys.readouterr().err.splitlines() == [said]
 
 
 @pytest.mark.full

@@ -123,10 +123,12 @@ def test_generate_speculate_writes_the_same_text(capsys):
         assert run([*greedy, "--speculate", name]) == 0
         out, err = capsys.readouterr()
         assert out == plain and "12 tokens in" in err
+    assert run([*greedy, "--speculate", "ngram", "--k", "0"]) == 0
+    assert capsys.readouterr().out == plain
     for options, message in (
         (["--speculate", "oracle"], "no proposer 'oracle': use one of draft, ngram"),
         (["--speculate", "ngram", "--k", "some"], "--k some must be a whole number or 'adaptive'"),
-        (["--speculate", "ngram", "--k", "0"], "k 0 guesses do not fit: use 1 to 510"),
+        (["--speculate", "ngram", "--k", "511"], "k 511 guesses do not fit: use 1 to 510"),
     ):
         assert run(["generate", "x", *options]) == 2
         assert message in capsys.readouterr().err
