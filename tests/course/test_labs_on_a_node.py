@@ -82,8 +82,8 @@ def drawn(labs: tuple[str, ...]) -> list[str]:
 def test_rank_programs_of_a_lab_run_on_gpus(lab: str) -> None:
     """Of a claim or a cell of the lab that calls `launch`; with MINILLM_PROOF=all of each."""
     found = programs(lab)
+    forget_measurements()  # and then keep them: claims share a launch
     for name in shuffled(found if WHOLE else {name: found[name] for name in (f"{lab} {each}" for each in SHORT[lab])}):
-        forget_measurements()
         with all_launches_on_a_node(makes_on_gpu=True) as launched:
             told(found[name], name)
         if launched and not WHOLE:
@@ -127,12 +127,15 @@ def shuffled(found: dict[str, Callable]) -> list[str]:
 
 
 def claims(lab: str) -> dict[str, Callable]:
-    """What the tour runs; of a claim that is many statements, each. Lab 04 has several claims in one launch, together
-    with one of torch's FSDP2: here each has a launch of its own."""
+    """What the tour runs; of many statements or exhibits each. Lab 04 has several claims in one launch, together with
+    one of torch's FSDP2: here each has a launch of its own."""
     receipts = course.load("receipts", lab)
     found = {f"{lab} {claim.__name__}": partial(holds, claim) for claim in receipts.CLAIMS}
     if statements := getattr(receipts, "STATEMENTS", None):
         found = {f"{lab} {key}": partial(holds, its.run) for key, its in statements.items()}
+    if lab == "22":
+        training = [name for name, its in receipts.museum.EXHIBITS.items() if its.kind == "training"]
+        found |= {f"22 {name}": partial(holds, partial(receipts.leaves_a_trace, name)) for name in training}
     if lab == "04":
         breaks, ranks, bad = receipts.experiments_breaks, receipts.WORLD, receipts.BAD_RANK
         found["04 clipping"] = lambda: holds(partial(receipts.clipping, launch(breaks.clip_with, ranks)))
