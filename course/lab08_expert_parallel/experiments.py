@@ -78,7 +78,7 @@ def count_traffic(group: Group) -> LayerTraffic:
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     weights = torch.full((TOKENS, TOP_K), 1 / TOP_K, requires_grad=True)
     with measure.ledger() as led:
-        out = ExpertDispatch(group, EXPERTS)(lambda rows, counts: rows.tanh(), x, balanced_choice(TOKENS), weights)()
+        out = ExpertDispatch(group, EXPERTS)(lambda rows, *_: rows.tanh(), x, balanced_choice(TOKENS), weights)()
         forward, sent = led.calls, led.bytes("all_to_all")
         out.square().sum().backward()
     return LayerTraffic(forward, led.calls, sent, led.bytes("all_to_all"))
@@ -116,7 +116,7 @@ def over_nodes(group: Group) -> dict[str, Journey]:
     each = EXPERTS // group.world_size
     factors = 1 + each * group.rank + torch.arange(each)
 
-    def experts(rows: Tensor, counts: Tensor) -> Tensor:
+    def experts(rows: Tensor, counts: Tensor, _: list[int]) -> Tensor:
         return rows * factors.repeat_interleave(counts)[:, None]
 
     flat, two_level = ExpertDispatch(group, EXPERTS), NodeDispatch(own_node, own_across, EXPERTS)

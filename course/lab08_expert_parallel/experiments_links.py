@@ -4,6 +4,7 @@ shared experts computed while rows travel. On this machine's core, really comput
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,10 +42,10 @@ def loads(fullest: float) -> list[int]:
     return moe.rank_loads(torch.bincount(chosen, minlength=EXPERTS).tolist(), WORLD)
 
 
-def sleeping_experts(seconds_per_row: float) -> Callable[[Tensor, Tensor], Tensor]:
+def sleeping_experts(seconds_per_row: float) -> Callable[..., Tensor]:
     """Experts that take so long for each row."""
 
-    def compute(rows: Tensor, counts: Tensor) -> Tensor:
+    def compute(rows: Tensor, *_: Any) -> Tensor:
         time.sleep(seconds_per_row * len(rows))
         return rows
 

@@ -137,8 +137,8 @@ def local_gradients(case: Layer, rank: int, neighbours: Group) -> tuple[Tensor, 
     own = case.experts[each * neighbours.rank :][:each].clone().requires_grad_()
     router, x = case.router.clone().requires_grad_(), case.tokens[rank]
 
-    def compute(rows: Tensor, counts: Tensor) -> Tensor:
-        parts = rows.split(counts.tolist())
+    def compute(rows: Tensor, _: Tensor, counts: list[int]) -> Tensor:
+        parts = rows.split(counts)
         return torch.cat([torch.tanh(part @ matrix) for part, matrix in zip(parts, own, strict=True)])
 
     chosen, weights = case.choose(x, router)

@@ -4,7 +4,7 @@ mlp.experts.gate_up_proj [experts, 2, intermediate, hidden]   ->   mlp.experts.3
 mlp.experts.down_proj    [experts, hidden, intermediate]      ->   mlp.experts.3.down_proj
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,9 +31,9 @@ class SeparateExperts(nn.ModuleList):
                 getattr(expert, name).weight = nn.Parameter(weight, requires_grad=False)
             self.append(expert)
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows: [rows, hidden], sorted by expert; counts: [num_experts], rows of each -> [rows, hidden]."""
-        parts = zip(self, rows.split(counts.tolist()), strict=True)
+    def forward(self, rows: Tensor, counts: Tensor, known: Sequence[int] | None = None) -> Tensor:
+        """See `Experts.forward`."""
+        parts = zip(self, rows.split(counts.tolist() if known is None else known), strict=True)
         return torch.cat([expert(part) if len(part) else part for expert, part in parts])
 
 

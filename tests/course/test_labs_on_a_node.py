@@ -32,13 +32,15 @@ from tests.engine.node.node import pretend_node
 pytestmark = pytest.mark.full
 WHOLE = os.environ.get("MINILLM_PROOF") == "all"
 SEED = int(os.environ["MINILLM_SEED"])
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe")  # of lab 06
 # What a run draws from: programs that are short on the node. MINILLM_PROOF=all takes all that `launch` is handed.
 SHORT = {
     "00": ("launched", "witnesses", "cell of hello", "cell of sum_losses_fixed"),
     "01": ("bytes_moved", "same_bits", "messages", "logged", "cell of before_and_after", "cell of training_steps"),
     "03": ("rows", "cell of shards_and_batch", "cell of experiments_breaks.as_they_become_ready"),
-    "04": ("reduction", "prefetch"),
+    "04": ("reduction", "prefetch", "clipping", "saving", "scaler"),
     "05": ("step", "cell of links.pairs"),
+    "06": SCHEDULES,
     "07": ("traffic", "offsets"),
     "08": ("traffic",),
     "09": ("torch_mesh", "bug_hunt"),
@@ -46,6 +48,7 @@ SHORT = {
     "11": ("dealt", "two_jobs", "torch_sampler", "cell of experiments.dealt", "cell of experiments.torch_loader"),
     "17": ("reduced_twice", "cell of rank_programs.train_twice"),
     "18": ("hidden",),
+    "22": ("factor_under_adam", "slow-with-clipping", "two-gpus-one-run"),
     "23": ("shards_are_reduced", "optimizer_states_stay", "barrier_moves_weights"),
 }
 ON_RANKS = ("00", "01", "03", "04", "05", "06", "07", "08", "09", "10", "11", "17", "18", "22", "23")
@@ -82,8 +85,8 @@ def drawn(labs: tuple[str, ...]) -> list[str]:
 def test_rank_programs_of_a_lab_run_on_gpus(lab: str) -> None:
     """Of a claim or a cell of the lab that calls `launch`; with MINILLM_PROOF=all of each."""
     found = programs(lab)
+    forget_measurements()  # and then keep them: claims share a launch
     for name in shuffled(found if WHOLE else {name: found[name] for name in (f"{lab} {each}" for each in SHORT[lab])}):
-        forget_measurements()
         with all_launches_on_a_node(makes_on_gpu=True) as launched:
             told(found[name], name)
         if launched and not WHOLE:
@@ -127,12 +130,19 @@ def shuffled(found: dict[str, Callable]) -> list[str]:
 
 
 def claims(lab: str) -> dict[str, Callable]:
-    """What the tour runs; of a claim that is many statements, each. Lab 04 has several claims in one launch, together
-    with one of torch's FSDP2: here each has a launch of its own."""
+    """What the tour runs; of many statements, exhibits or schedules each. Lab 04 has several claims in one launch,
+    together with one of torch's FSDP2: here each has a launch of its own."""
     receipts = course.load("receipts", lab)
     found = {f"{lab} {claim.__name__}": partial(holds, claim) for claim in receipts.CLAIMS}
     if statements := getattr(receipts, "STATEMENTS", None):
         found = {f"{lab} {key}": partial(holds, its.run) for key, its in statements.items()}
+    if lab == "06":
+        jobs = {name: receipts.Job(name, speed=None) for name in SCHEDULES}  # one step, of no emulated device
+        run = receipts.experiments.run
+        found |= {f"06 {name}": partial(holds, lambda job=job: receipts.held(run([job]))) for name, job in jobs.items()}
+    if lab == "22":
+        training = [name for name, its in receipts.museum.EXHIBITS.items() if its.kind == "training"]
+        found |= {f"22 {name}": partial(holds, partial(receipts.leaves_a_trace, name)) for name in training}
     if lab == "04":
         breaks, ranks, bad = receipts.experiments_breaks, receipts.WORLD, receipts.BAD_RANK
         found["04 clipping"] = lambda: holds(partial(receipts.clipping, launch(breaks.clip_with, ranks)))

@@ -8,6 +8,8 @@ Expert parallelism cuts the first axis of both; tensor parallelism the axis of `
 after the other, which has an advantage of its own: what lies between its two products stays in the cache.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,14 +33,18 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2, intermediate_size, hidden_size, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype))
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows: [rows, hidden], sorted by expert; counts: [num_experts], rows of each one. Returns [rows, hidden]."""
+    def forward(self, rows: Tensor, counts: Tensor, known: Sequence[int] | None = None) -> Tensor:
+        """rows: [rows, hidden], sorted by expert; counts: [num_experts], rows of each one. Returns [rows, hidden].
+
+        known: the counts where the host has read them. Without them it waits for the device, if that has no grouped
+        product."""
         gate_up, down, kind = self.gate_up_proj.flatten(1, 2), self.down_proj, rows.device.type
         if torch.is_autocast_enabled(kind):
             rows, gate_up, down = (each.to(torch.get_autocast_dtype(kind)) for each in (rows, gate_up, down))
         if not has_grouped_mm(rows, down):
             keep = torch.is_grad_enabled()
-            return _OneByOne.apply(rows, gate_up, down, counts.tolist(), self.activation, keep)
+            known = counts.tolist() if known is None else known
+            return _OneByOne.apply(rows, gate_up, down, known, self.activation, keep)
         ends = counts.cumsum(0).to(torch.int32)
         gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
         gate = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")

@@ -7,11 +7,11 @@
       ◀── all-to-all ──   a a b | c d d          both permutations back
 
 Every rank learns first how many rows come, by an all-gather of 8 · E bytes per rank, which its host reads: the one time
-in a layer that it waits for the device, since messages need their sizes. (A fixed capacity per expert would need no
-sizes, and drops rows or pads.) The two all-to-alls then carry existing rows only: T·k·h·b·(N-1)/N bytes each if all
-experts are chosen equally often. Dropped rows do not travel, and an expert without rows still has a gradient, of zeros.
-An expert's rows are those of one process that has all tokens, in the same order. Lepikhin et al. 2020, "GShard", §3;
-Rajbhandari et al. 2022, "DeepSpeed-MoE".
+in a layer that it waits for the device, since messages need their sizes, and experts that are computed one after the
+other need theirs. (A fixed capacity per expert would need no sizes, and drops rows or pads.) The two all-to-alls then
+carry existing rows only: T·k·h·b·(N-1)/N bytes each if all experts are chosen equally often. Dropped rows do not
+travel, and an expert without rows still has a gradient, of zeros. An expert's rows are those of one process that has
+all tokens, in the same order. Lepikhin et al. 2020, "GShard", §3; Rajbhandari et al. 2022, "DeepSpeed-MoE".
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from minillm.model.moe import sort_by_expert
 from minillm.model.moe.permute import count_by_expert
 from minillm.parallel.expert_parallel.exchange import Exchange
 
-Experts = Callable[[Tensor, Tensor], Tensor]
-"""(rows: [n, hidden] sorted by expert, counts: [experts of this rank]) -> [n, hidden]"""
+Experts = Callable[[Tensor, Tensor, list[int]], Tensor]
+"""(rows: [n, hidden] sorted by expert, counts: [experts of this rank], the same on the host) -> [n, hidden]"""
 
 
 def check_experts(num_experts: int, ranks: int) -> None:
@@ -72,7 +72,7 @@ class ExpertDispatch:
 
         def answer() -> Tensor:
             arrived = _Reorder.apply(route.exchange.finish(handle), route.regroup, route.undo)
-            done = _Reorder.apply(experts(arrived, route.counts), route.undo, route.regroup)
+            done = _Reorder.apply(experts(arrived, route.counts, route.known), route.undo, route.regroup)
             home = route.exchange.back()
             rows = home.finish(home.start(done))
             return routes.from_experts(rows, weights.to(rows.dtype))
@@ -84,11 +84,12 @@ class ExpertDispatch:
 class Route:
     """Which rows a rank receives.
 
-    counts: [experts / N], rows of each expert of this rank. regroup: [rows received], the place among rows by source of
-    each row by own expert; undo: its inverse.
+    counts: [experts / N], rows of each expert of this rank; known: the same on the host. regroup: [rows received], the
+    place among rows by source of each row by own expert; undo: its inverse.
     """
 
     counts: Tensor
+    known: list[int]
     regroup: Tensor
     undo: Tensor
     exchange: Exchange
@@ -97,7 +98,7 @@ class Route:
 @dataclass(frozen=True, eq=False)
 class Table:
     """How many rows go where, on the device. received: [N, experts / N], this rank's, by source and own expert; sizes:
-    [2 · N], rows that it sends to each rank, and that it gets from each."""
+    [2 · N + experts / N], rows that it sends to each rank, that it gets from each, and of each own expert."""
 
     group: Group
     received: Tensor
@@ -108,15 +109,16 @@ class Table:
         """counts: [num_experts], this rank's rows for each. Every rank of the group calls it."""
         table = group.all_gather(counts[None]).view(group.world_size, group.world_size, -1)  # from, to, expert there
         received = table[:, group.rank]
-        return Table(group, received, torch.cat([table[group.rank].sum(-1), received.sum(-1)]))
+        return Table(group, received, torch.cat([table[group.rank].sum(-1), received.sum(-1), received.sum(0)]))
 
     def route(self, sizes: list[int]) -> Route:
         """sizes: those of the table, as the host knows them."""
         received, n = self.received, self.group.world_size
+        sent, got, known = sizes[:n], sizes[n : 2 * n], sizes[2 * n :]
         expert = torch.arange(received.shape[1], device=received.device).expand_as(received)
-        by_source = expert.flatten().repeat_interleave(received.flatten(), output_size=sum(sizes[n:]))
+        by_source = expert.flatten().repeat_interleave(received.flatten(), output_size=sum(got))
         regroup = by_source.argsort(stable=True)
-        return Route(received.sum(0), regroup, inverse(regroup), Exchange(self.group, sizes[:n], sizes[n:]))
+        return Route(self.sizes[2 * n :], known, regroup, inverse(regroup), Exchange(self.group, sent, got))
 
 
 def inverse(order: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ ROWS = {
     "Python calls, scheduler, a decoding sequence": (scheduler.BEFORE, scheduler.MOST, None),
     **{f"kernels of a layer, {kind}, {name}": (b.before, b.now, b.target) for (kind, name), b in LAUNCHES.items()},
     "host waits, training step": (None, waits.MOST, 1),
-    "host waits more, layer of experts in float32": (None, waits.MORE["experts"] // waits.EXPERTS.num_layers, 1),
+    "host waits more, layer of experts": (2, waits.MORE["experts"] // waits.EXPERTS.num_layers, 1),
     "host waits, decoding step": (None, waits.MOST, 1),
 }
 

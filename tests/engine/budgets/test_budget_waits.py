@@ -21,9 +21,8 @@ TWO = {
     "experts": ParallelConfig(dp=2, ep=2),
 }
 MOST = 1
-# Above that: every layer's dispatch learns how many rows come (documented), and in float32, which has no grouped
-# product on a GPU, its experts learn how many rows each of them has.
-MORE = {"experts": 2 * EXPERTS.num_layers}
+# Above that: every layer's dispatch learns how many rows come, in all and for each expert (documented).
+MORE = {"experts": EXPERTS.num_layers}
 
 
 @pytest.mark.parametrize("layouts", [pytest.param(ONE, id="one"), pytest.param(TWO, id="two", marks=pytest.mark.full)])

@@ -64,16 +64,22 @@ class Site:
         return self.line
 
 
-def site(most: int = 40) -> Site:
+@lru_cache(None)
+def _shown(file: str) -> str:
+    """The file's name; "" for one of torch's or of the node's."""
+    return "" if file in _OURS or file.startswith((_TORCH, "<")) else file.rpartition("/")[2]
+
+
+def site(most_callers: int = 0) -> Site:
     """Of the calling line; where that is inside minillm.comm, also of the line that called into it."""
-    frame, lines, callers = sys._getframe(1), [], []
-    while frame is not None and len(callers) < most:
+    frame, lines, callers, is_open = sys._getframe(1), [], [], True
+    while frame is not None and (is_open or len(callers) < most_callers):
         code = frame.f_code
-        file = code.co_filename
-        if file not in _OURS and not file.startswith((_TORCH, "<")):
-            callers.append(f"{file.rpartition('/')[2]}:{code.co_name}")
-            if not lines or (len(lines) == 1 and "/minillm/comm/" not in file and "comm/" in lines[0]):
+        if shown := _shown(file := code.co_filename):
+            callers.append(f"{shown}:{code.co_name}")
+            if is_open and not (lines and "/minillm/comm/" in file):
                 lines.append(f"{'/'.join(file.split('/')[-3:])}:{frame.f_lineno} in {code.co_name}")
+                is_open = len(lines) == 1 and "comm/" in lines[0]
         frame = frame.f_back
     return Site(", for ".join(lines) or "unknown", tuple(callers))
 
@@ -152,7 +158,7 @@ class Counting(TorchDispatchMode):
 
     def wait(self, kind: str, device: torch.device) -> None:
         """The host waits for the device."""
-        found = Wait(kind, site())
+        found = Wait(kind, site(most_callers=40))
         self.waits.append(found)
         self.watch.host_waits(kind, device, found.site)
 

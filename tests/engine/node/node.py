@@ -30,6 +30,8 @@ Not seen:
   installed; and nothing is compiled for a GPU;
 - time: kernels run when they are launched, one after the other. A race is found by the clocks of the streams and never
   changes a number; nothing says how long a kernel, a copy or a wait takes;
+- where a pickled tensor comes out: what a rank returns or hands to `gather_objects` is on the CPU here, there on a GPU
+  that the other process may not see;
 - room: no allocation fails, nothing is fragmented, a free block is the next allocation's whatever its size;
 - what lies between GPUs: links, their order in the node, NCCL's memory and faults (`tests/engine/comm/nccl_like.py`).
 """

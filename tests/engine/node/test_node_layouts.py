@@ -18,14 +18,13 @@ from tests.engine.oracle.layouts import one_per_axis
 POSITIONS = ("oracle.py:_positions_of",)  # of this test itself
 TILES = (*POSITIONS, "tiled.py:_tensor")  # in float64 tiles are computed by Python, whose bounds come from the host
 EXPERTS = ("dispatch.py:__call__", "nodes.py:__call__")  # once a layer: how many rows come from each rank
-ROWS = (*EXPERTS, "experts.py:forward")  # once a layer: rows of each expert, in dtypes without a grouped product
 
 
 def known_waits(layout: ParallelConfig) -> tuple[str, ...]:
     waits: tuple[str, ...] = ()
     if layout.cp > 1:
         waits += TILES if layout.context == "gather" else POSITIONS
-    return waits + ROWS if layout.ep > 1 else waits
+    return waits + EXPERTS if layout.ep > 1 else waits
 
 
 LAYOUTS = [

@@ -1,6 +1,7 @@
 """What ranks run in the tests of expert parallelism: dispatch of tokens against one process that has every expert."""
 
 from collections import Counter
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -42,8 +43,9 @@ def draw(routing: str, ranks: int) -> tuple[list[Tensor], list[Tensor], list[Ten
     return xs, chosen, weights, torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)
 
 
-def through_experts(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
-    parts = rows.split(counts.tolist())
+def through_experts(rows: Tensor, counts: Tensor, known: list[int], matrices: Tensor) -> Tensor:
+    assert known == counts.tolist()
+    parts = rows.split(known)
     return torch.cat([torch.tanh(part @ matrix) for part, matrix in zip(parts, matrices, strict=True)])
 
 
@@ -85,7 +87,7 @@ def dispatched(group: Group, nodes: int = 1) -> dict:
         each = EXPERTS // group.world_size
         x, weight = xs[group.rank].requires_grad_(), weights[group.rank].requires_grad_()
         own = matrices[each * group.rank :][:each].clone().requires_grad_()
-        experts = lambda rows, counts, own=own: through_experts(rows, counts, own)  # noqa: E731
+        experts = partial(through_experts, matrices=own)
         with ledger() as led:
             answer = dispatch(experts, x, chosen[group.rank], weight)
             beside = x.square()
@@ -129,7 +131,7 @@ def host_waits(group: Group) -> list[int]:
     for dispatch in (ExpertDispatch(group, EXPERTS), NodeDispatch(**levels_of(group, 2), num_experts=EXPERTS)):
         x, weight = xs[group.rank].requires_grad_(), weights[group.rank].requires_grad_()
         with HostWaits() as waits:
-            dispatch(lambda rows, counts: rows.tanh(), x, chosen[group.rank], weight)().sum().backward()
+            dispatch(lambda rows, *_: rows.tanh(), x, chosen[group.rank], weight)().sum().backward()
         found.append(waits.count)
     return found
 
