@@ -18,7 +18,7 @@ def served(requests: int = REQUESTS) -> list[float]:
     """Seconds of so many requests, one after the other, then of the last prompt once more. Each prompt is another."""
     torch.set_num_threads(1)
     model, draw = load_hf(folder_of("draft"), dtype=torch.float32), random.Random(21)
-    llm, params = LLM(model, num_blocks=4 * requests), SamplingParams(ANSWER, ignore_eos=True)
+    llm, params = LLM(model, num_blocks=16 * requests), SamplingParams(ANSWER, ignore_eos=True)
     prompts = [[draw.randrange(model.config.vocab_size) for _ in range(PROMPT)] for _ in range(requests)]
     seconds = []
     for prompt in [*prompts, prompts[-1]]:
