@@ -24,8 +24,8 @@ from xdist.scheduler import LoadScopeScheduling
 from minillm.comm.launch import forkserver
 
 ROOT = Path(__file__).parent
-# The notebooks of `make test`: two labs as handed out, five solutions. `make full` has the other solutions.
-QUICK = {"labs": ("14", "21"), "solutions": ("00", "03", "13", "14", "20")}
+# The notebooks of `make test`; `make full` draws of the others.
+QUICK = {"labs": ("21",), "solutions": ("13", "20")}
 # One in so many of the others: what a solution shows was made by this very code, or `notebooks --check` fails.
 DRAWN = {"labs": 6, "solutions": 2}
 APART = ("tests/bench/", "tests/course/exercises/", "tests/engine/oracle/", "tests/browser/")
@@ -79,8 +79,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Most notebooks belong to `make full`, which draws some of them. Of `full` tests that are marked `drawn(n)`, of a
-    function's cases or of a module, one in n is kept."""
+    """Most notebooks belong to `make full`, which draws some of them. Where a test or a module is marked `drawn(n)`,
+    one in n of its cases is kept, of those that are `full` and of the others."""
     draws = {}  # (where, n): {what is drawn: its items}
     for item in items:
         if item.path.suffix == ".ipynb":
@@ -88,9 +88,9 @@ def pytest_collection_modifyitems(config, items):
             if item.path.name[:2] not in QUICK.get(folder, ()):
                 item.add_marker(pytest.mark.full)
                 draws.setdefault((folder, DRAWN.get(folder, 1)), {}).setdefault(str(item.path), []).append(item)
-        elif item.get_closest_marker("full"):
-            for node, mark in item.iter_markers_with_node("drawn"):
-                draws.setdefault((node.nodeid.partition("[")[0], *mark.args), {})[item.nodeid] = [item]
+        for node, mark in item.iter_markers_with_node("drawn"):
+            where = f"{node.nodeid.partition('[')[0]} {bool(item.get_closest_marker('full'))}"
+            draws.setdefault((where, *mark.args), {})[item.nodeid] = [item]
     if os.environ.get("MINILLM_PROOF") == "all" or _names_a_file(config):
         return
     left_out = set()

@@ -87,6 +87,7 @@ def test_marks_of_the_profiler_are_not_kept_and_warnings_are(tmp_path):
     assert [output.text for output in with_warning.outputs] == [warning.replace("\\n", "\n")]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("spoil", "report"),
     [

@@ -48,12 +48,14 @@ def test_clients_give_up_and_try_again_as_told():
     assert dropped.refused == 2 and dropped.computed < never.computed
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_each_incident_shows_and_is_told_from_the_others(seed):
     for name in (*incidents.NAMES, incidents.HEALTHY):
         assert ANSWERS.diagnose(pages.page(name, seed)) == name
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_each_incident_ends_with_its_cure(seed):
     storm = incidents.retry_storm(seed=seed)

@@ -45,6 +45,7 @@ def test_faults_on_two_ranks_look_right_and_leave_their_traces():
         can_be_measured(exhibit, record)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", OTHERS)
 def test_fault_looks_right_and_leaves_its_trace(name):
     exhibit = EXHIBITS[name]

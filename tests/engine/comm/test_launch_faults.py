@@ -69,6 +69,7 @@ def start_python(folder: Path, *args: str) -> subprocess.Popen:
 # A rank raises.
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("how", ["idle", "collective", "ring", "async", "objects", "wrapped", "spin"])
 def test_cause_is_the_rank_that_raised(how: str) -> None:
     with pytest.raises(RankError) as caught:

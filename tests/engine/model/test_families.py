@@ -126,6 +126,7 @@ def is_greedy(model, prompt, tokens):
 
 
 @torch.no_grad()
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_transformers(case, transformers, tmp_path, record_property):
     family, options = CASES[case]

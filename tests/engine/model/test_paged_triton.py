@@ -34,6 +34,7 @@ def test_in_the_interpreter():
 @needs_triton
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("codes, pool", [(0, None), (1, "i8"), (2, "u8")])
 @pytest.mark.parametrize("dtype, tensor_cores", [("bf16", True), ("fp32", False)])
 def test_compiles_without_a_gpu(dtype, tensor_cores, codes, pool, tmp_path, monkeypatch):

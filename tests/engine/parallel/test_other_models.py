@@ -19,6 +19,7 @@ def ranks():
     return launch(programs.everything, 2, timeout=180)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("form", ["ddp", "zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize("name", programs.MODELS)
 def test_gradients_weights_and_buffers_are_those_of_torch(ranks, name, form):

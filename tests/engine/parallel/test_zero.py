@@ -95,6 +95,7 @@ def host_link(form):
     return own * form.state.gradient, own * form.state.parameter
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=["stage1", "stage1-accumulate-frozen", "stage2-file", "stage2-accumulate"])
 def test_equals_one_process(run, world_size, case):

@@ -80,6 +80,7 @@ def held_in_a_step(config, precision, batch, seq, **options):
     return held.peak
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-master", "bf16-pure"])
 @pytest.mark.parametrize("batch, seq", [(4, 64), (1, 16), (8, 96)])

@@ -24,6 +24,7 @@ def test_in_the_interpreter():
 @needs_triton
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("dtype, tensor_cores", [("bf16", True), ("fp16", True), ("fp32", False)])
 @pytest.mark.parametrize("kind", ["symmetric", "asymmetric", "nf4"])
 def test_compiles_without_a_gpu(dtype, tensor_cores, kind, tmp_path, monkeypatch):

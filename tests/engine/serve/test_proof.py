@@ -83,6 +83,7 @@ def nothing_left(llm):
     assert not llm.requests.live and not llm.scheduler.running
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("combination", "ahead"), RUNS, ids=["-".join(map(str, each)) + "-async" * ahead for each, ahead in RUNS]
 )

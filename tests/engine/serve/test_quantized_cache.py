@@ -148,6 +148,7 @@ ENGINES = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kv", ROUNDING)
 @pytest.mark.parametrize("name", ENGINES)
 def test_tokens_equal_those_of_a_naive_loop_with_the_same_rounding(name, kv):
@@ -169,6 +170,7 @@ def test_tokens_equal_those_of_a_naive_loop_with_the_same_rounding(name, kv):
         assert sum(output.accepted for output in outputs) > 0
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kv", ROUNDING)
 @pytest.mark.parametrize(
     "variant",

@@ -57,6 +57,7 @@ class Fixed:
         return self.number
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("options", KINDS)
 @pytest.mark.parametrize("candidates", [1, 3, 6, 2048])
 def test_every_token_has_its_probability(options, candidates, monkeypatch):

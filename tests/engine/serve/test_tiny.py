@@ -24,6 +24,7 @@ def requests(count):
         yield prompt, rng.randrange(1, 25), (0.0, 0.8, 0.0, 1.7)[number % 4], number
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["full", "window"])
 @pytest.mark.parametrize(("block_size", "token_budget"), list(product([1, 3, 16], [4, 9, 512])))
 def test_tokens_are_the_naive_loops(model, block_size, token_budget):

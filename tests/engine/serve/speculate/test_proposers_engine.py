@@ -52,6 +52,7 @@ CROWDED = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("k", "crowd"), [(3, "recompute"), (3, "swap"), ("adaptive", "both"), (3, "small budget")])
 @pytest.mark.parametrize("kind", MAKE)
 def test_draws_survive_preemption_and_budgets_that_cut_drafts(kind, k, crowd, target, trained):
