@@ -167,9 +167,9 @@ def draw_split(splits: Mapping[str, Mapping[str, float]]) -> Figure:
         "idle": SPANS["idle"],
     }
     for place, split in enumerate(splits.values()):
-        left = 0.0
+        left, whole = 0.0, sum(split[part] for part in parts)
         for part, (colour, hatch) in parts.items():
-            label = part if place == 0 and split[part] > 0.005 * split["step"] else None  # else too thin to be seen
+            label = part if place == 0 and split[part] > 0.005 * whole else None  # else too thin to be seen
             axes.barh(place, split[part] * 1e3, 0.6, left, color=colour, hatch=hatch, edgecolor="white", label=label)
             left += split[part] * 1e3
         axes.text(left, place, f"  MFU {split['mfu']:.0%}", va="center", fontsize=9)
