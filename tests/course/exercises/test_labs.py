@@ -53,6 +53,7 @@ def test_half_solved_lab_runs(lab, tmp_path):
     harness.check_half(MASTERS[lab], tmp_path)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("lab", "name"), CHECKED)
 def test_exercise_passes_alone(lab, name, tmp_path):
     harness.check_alone(MASTERS[lab], name, tmp_path)
