@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[3]
 MASTERS = course.masters(ROOT)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("lab", MASTERS)
 def test_the_call_that_a_card_prints_opens_the_hint(lab, monkeypatch, tmp_path, capsys):
     """Only the lab's first code cell has been run: what it imports is all that a learner has by then."""

@@ -37,6 +37,7 @@ def test_notebooks_are_what_their_masters_give():
     assert notebooks.stale(ROOT) == []
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("lab", MASTERS)
 def test_unsolved_checks_find_nothing_attempted(lab, tmp_path):
     harness.check_unsolved(MASTERS[lab], tmp_path)

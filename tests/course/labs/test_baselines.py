@@ -39,6 +39,7 @@ def requests(count=14, seed=3):
 
 
 @engines
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("variant", [{}, {"sliding_window": 5}, {"tie_embeddings": True, "qk_norm": True}], ids=str)
 def test_greedy_tokens_are_those_of_the_naive_loop(engine, variant):
     model = Transformer(replace(CONFIG, **variant), seed=4)

@@ -189,6 +189,7 @@ def test_cards_come_back_when_they_are_due_and_never_on_the_same_day():
     assert seen == 2 and 1 <= hard <= 10
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("habit", [["3"], ["1", "2", "3"], ["2"], ["3", "3", "4", "1"]])
 def test_sixty_sessions_in_thirty_days_ask_every_card(habit):
     """Two a day, as docs/interview.md plans a month: a round of concepts and a mixed one, on all topics."""

@@ -108,6 +108,7 @@ def _refusal() -> str:
     return str(refused.value)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("schedule", [*NAMES, "pipedream"])
 def test_figures_that_stand_still(schedule):
     title = pictures.schedule_on_a_clock(schedule, 4, 8).axes[0].get_title(loc="left")

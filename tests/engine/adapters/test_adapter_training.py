@@ -145,6 +145,7 @@ RUNS += [
 ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("layout", "qlora", "make"), RUNS)
 def test_a_run_on_ranks_is_that_of_one_process(folder, tmp_path, layout, qlora, make):
     config = config_of(folder, qlora=qlora, batch_size=4 // layout.dp)
@@ -168,6 +169,7 @@ def begun_on_ranks(group, folder, config, layout):
         return trainer.state_dict()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

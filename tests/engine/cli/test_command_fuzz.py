@@ -284,6 +284,7 @@ def test_no_value_of_any_option_is_a_traceback(command, cut):
     assert not wrong, "\n".join(f"{' '.join(argv)[:200]!r}\n      {what}" for argv, what in wrong.items())
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_is_said_twice_without_a_value_too_much_or_unknown(command, cut):
     """Of an option given twice the last one counts, as with every other program."""

@@ -134,6 +134,7 @@ def test_messages_may_change_shape_and_have_many_dimensions() -> None:
 # Input that is wrong on every rank.
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("root", [-1, 3, 1.5, "0"])
 def test_roots_and_peers_that_do_not_exist(root) -> None:
     for call in (

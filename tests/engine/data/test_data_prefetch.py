@@ -36,6 +36,7 @@ def no_thread_is_left():
     assert not threads()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])
 def test_items_come_in_order_whoever_finishes_first(workers):
     def make(k):

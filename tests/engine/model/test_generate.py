@@ -38,6 +38,7 @@ def test_greedy_equals_recomputing_everything(window, length):
     assert list(generate(model, prompt, 12, stop=expected[5])) == expected[: expected.index(expected[5])]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"attention_soft_cap": 4.0}, {"qk_norm": True}])
 def test_one_compiled_pass_serves_all_positions(options, monkeypatch):
     """Each token by the same graph, whatever its position, and the tokens of a cache that grows."""

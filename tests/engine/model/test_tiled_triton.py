@@ -21,6 +21,7 @@ def test_in_the_interpreter():
 @needs_triton
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["forward", "backward_keys", "backward_queries"])
 @pytest.mark.parametrize(
     ("dtype", "tensor_cores"), [("bf16", True), pytest.param("fp32", False, marks=pytest.mark.full)]

@@ -180,6 +180,7 @@ def test_a_whole_state_goes_on_anywhere(run):
     assert "of another model" in run(3, "foreign model")[0]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("how", PEAKS, ids=["fp32-1", "fp32-2", "mixed-1", "mixed-2"])
 def test_peak_bytes_by_kind(run, world_size, how):

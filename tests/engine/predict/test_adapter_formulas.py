@@ -56,6 +56,7 @@ def test_bytes_of_codes(size):
     assert 8 * nf4_bytes(4096 * 4096) / 4096**2 == pytest.approx(4.127, abs=1e-3)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("nf4", [False, True], ids=["lora", "qlora"])
 @pytest.mark.parametrize("layers", [("q_proj", "v_proj"), ("o_proj", "down_proj"), LAYERS], ids=len)
 @pytest.mark.parametrize(

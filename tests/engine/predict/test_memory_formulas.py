@@ -94,6 +94,7 @@ def test_a_whole_step_by_kind(name, precision, batch, seq):
     assert step.most("activations") == pytest.approx(found.activation, abs=64)  # scalars, such as the number of tokens
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-master"])
 @pytest.mark.parametrize("options", [{"accumulate": 3}, {"activation_checkpointing": "full"}])
 def test_accumulation_and_recomputation(precision, options):
@@ -104,6 +105,7 @@ def test_accumulation_and_recomputation(precision, options):
     assert (step.most("activations"), step.peak.total) == pytest.approx((found.activation, found.total), rel=0.02)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("moe", [MoEConfig(8, 2, 48, shared_experts=1), MoEConfig(4, 1, 64, normalize=False)])
 @pytest.mark.parametrize("batch, seq, accumulate", [(4, 64, 1), (1, 16, 3), (8, 96, 3)])
 def test_a_whole_step_of_experts(moe, batch, seq, accumulate):

@@ -249,6 +249,7 @@ def test_smoothquant_saves_rounded_inputs_from_outliers():
     assert errors["smoothquant"] < 0.7 * errors["rtn"] and errors["smoothquant"] < 0.05
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("format", [Int(), INT4, NF4(group=32)], ids=str)
 @pytest.mark.parametrize("family", ["llama", "experts"])
 def test_the_engine_gives_the_tokens_of_a_naive_loop(format, family):

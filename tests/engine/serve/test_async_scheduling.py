@@ -49,6 +49,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch):
     assert output.computed == 3 + 3
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("doubtful", [False, True])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_every_kind_of_draw_is_the_same(doubtful, preemption, monkeypatch):

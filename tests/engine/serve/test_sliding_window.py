@@ -78,11 +78,13 @@ IN_BRIEF = ("defaults", "swapped", "asynchronous, swapped", "replayed", "drafts 
 BOTH_KINDS = [name if name in IN_BRIEF else pytest.param(name, marks=pytest.mark.full) for name in ENGINES]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ENGINES)
 def test_tokens_are_those_of_the_naive_loop_and_blocks_are_bounded(name):
     serve_all(name, ENGINES[name])
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", BOTH_KINDS)
 def test_so_it_is_where_a_layer_sees_everything(name, monkeypatch):
     """Each of the two pools fits little more than one sequence."""

@@ -73,6 +73,7 @@ def test_no_step_computes_more_than_the_budget():
     assert max(sizes) == 7
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_every_outcome_has_its_probability(temperature):
     """All answers of two requests that share a batch, each with its probability: a product of the model's own."""

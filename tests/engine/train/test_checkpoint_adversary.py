@@ -316,6 +316,7 @@ def changed(folder, **fields):
     (folder / manifests.FILE).write_text(replace(manifest, **fields).to_text())
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["loader", "loss_spikes", "scaler", "config", "step"])
 @pytest.mark.parametrize("value", [7, "x", [], None, {}, -5, 10**9])
 def test_progress_of_another_kind_is_one_sentence(name, value, two_saves):

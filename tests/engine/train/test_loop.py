@@ -154,6 +154,7 @@ def test_learning_rate():
     assert learning_rate(0, config(warmup_steps=0, lr=1.0)) == 1.0
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-master", "fp16-master"])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_lower_precision_learns_the_same(precision, checkpointing):
