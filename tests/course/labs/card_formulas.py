@@ -83,8 +83,14 @@ def drafted(alpha: float, k: int) -> float:
 
 
 def best_interval(save: float, mtbf: float) -> float:
-    """Where a save's cost and half an interval per failure are least, found by trying tenths of a second."""
-    return min((t / 10 for t in range(10, 400_000)), key=lambda t: save / t + t / 2 / mtbf)
+    """Where a save's cost and half an interval per failure are least, found by trying tenths of a second: every
+    hundredth of them first, then those around the best."""
+
+    def cost(tenths: int) -> float:
+        return 10 * save / tenths + tenths / 20 / mtbf
+
+    near = min(range(10, 400_000, 100), key=cost)
+    return min(range(max(10, near - 100), near + 101), key=cost) / 10
 
 
 def accepted_and_rest(p: list[float], q: list[float]) -> list[float]:

@@ -1,7 +1,9 @@
 """The rubric of design decisions: right numbers pass, wrong ones are told their mistake."""
 
 import math
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from course.shared.decisions import MOVES, Decision, decide, judge, shown
 from course.shared.units import in_unit
 from minillm.predict.planner import published
 
+ROOT = Path(__file__).parents[3]
 LABS = {"20_design_training": training.CASES, "21_design_serving": serving.CASES}
 PROBLEMS = [(lab, name) for lab, cases in LABS.items() for name in cases]
 BYTES = Decision("bytes", 1.27e12, "B", "because", gpus=64)
@@ -201,7 +204,12 @@ def test_what_is_wrong_is_told_why(problem, name, said, told):
     assert verdict.kind != "right" and told in verdict.sentence + HOME[problem].decisions(problem)[name].because
 
 
-EVERY = [(name, each) for name in HOME for each in HOME[name].decisions(name)]
+TEXTS = [tomllib.loads((ROOT / "course" / f"lab{lab}" / "answers.toml").read_text(encoding="utf-8")) for lab in LABS]
+EVERY = [(name, each) for texts in TEXTS for name in texts for each in texts[name]["bounds"]]  # decided when tested
+
+
+def test_every_decision_has_its_bounds_and_none_is_left_out():
+    assert [(name, each) for name in HOME for each in HOME[name].decisions(name)] == EVERY
 
 
 def spellings(value, unit):
