@@ -160,7 +160,7 @@ def chats(roomy=None, tight=None) -> Receipt:
             row("last turn, 40 blocks: full blocks of all said before", findable, roomy["hits"][-1]),
             row("free + cached + used = total", 20, sum(tight["free"])),
         ],
-        open_rows=2,
+        open_rows=1,
     )
 
 

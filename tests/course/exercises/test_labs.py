@@ -23,7 +23,7 @@ def of_every_exercise(wrong: bool, most: int) -> list:
     rare, found = [pytest.mark.full, pytest.mark.drawn(8)], []
     for name in EXERCISES:
         keys = [key for key, each in ANSWERS.items() if each.wrong == wrong and each.exercise == name]
-        found += [pytest.param(key, marks=pytest.mark.drawn(2)) for key in keys[:most]]
+        found += [pytest.param(key, marks=pytest.mark.drawn(4)) for key in keys[:most]]
         found += [pytest.param(key, marks=rare) for key in keys[most:]]
     return found
 
@@ -54,7 +54,7 @@ def test_half_solved_lab_runs(lab, tmp_path):
     harness.check_half(MASTERS[lab], tmp_path)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("lab", "name"), CHECKED)
 def test_exercise_passes_alone(lab, name, tmp_path):
     harness.check_alone(MASTERS[lab], name, tmp_path)

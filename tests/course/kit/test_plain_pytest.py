@@ -50,15 +50,15 @@ def notebook(path, *sources):
 
 
 def test_a_claim_that_is_off_fails_a_solution_and_not_a_lab(run, tmp_path):
-    for folder in ("solutions", "labs"):
-        notebook(tmp_path / folder / "14_off.ipynb", "1", OFF)
+    for name in ("solutions/20_off.ipynb", "labs/21_off.ipynb"):
+        notebook(tmp_path / name, "1", OFF)
     status, printed = run("solutions", "labs")
     assert status == 1 and "1 failed, 3 passed" in printed
-    assert "FAILED solutions/14_off.ipynb::Cell 1" in printed
+    assert "FAILED solutions/20_off.ipynb::Cell 1" in printed
 
 
 def test_a_notebook_is_tried_again_whole_and_forgotten_once_it_passes(run, tmp_path):
-    notebook(tmp_path / "solutions" / "00_once.ipynb", "x = 1", ONCE, "x + 1")
+    notebook(tmp_path / "solutions" / "20_once.ipynb", "x = 1", ONCE, "x + 1")
     cache = tmp_path / "cache"
     assert run("-o", f"cache_dir={cache}", "solutions")[0] == 1
     status, printed = run("-o", f"cache_dir={cache}", "--last-failed", "solutions")

@@ -266,7 +266,7 @@ def test_every_option_of_the_help_page_is_attacked(command, capsys, monkeypatch)
     assert {*shown} - {"--help"} == {each.flag for each in parameters(command) if each.flag}
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_value_of_any_option_is_a_traceback(command, cut):
     tried, wrong = 0, {}

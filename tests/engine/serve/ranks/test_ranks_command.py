@@ -124,6 +124,7 @@ def server(tmp_path):
         server.process.kill()
 
 
+@pytest.mark.full
 def test_clients_get_the_engine_s_answers_and_sigterm_ends_what_is_open(server):
     alone = engine()
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
