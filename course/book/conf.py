@@ -1,5 +1,7 @@
 """Sphinx's settings. Nothing that a page needs comes from the network: formulas are MathML, fonts the reader's own."""
 
+from inspect import isbuiltin
+
 from docutils.nodes import SkipNode
 from latex2mathml.converter import convert
 
@@ -37,6 +39,7 @@ def setup(app):
     """What Sphinx asks of an extension."""
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
     app.connect("autodoc-process-docstring", _docstring)
+    app.connect("autodoc-skip-member", _is_anothers)
 
 
 def _inline(writer, node):
@@ -56,3 +59,8 @@ def _mathml(node, display):
 
 def _docstring(app, what, name, value, options, lines):
     lines[:] = to_rst(lines)
+
+
+def _is_anothers(app, kind, name, member, skip, options):
+    """A field whose default is a function of Python's own: its page of code would be one that is not there."""
+    return True if isbuiltin(member) else None
