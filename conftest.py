@@ -91,8 +91,8 @@ def pytest_collection_modifyitems(config, items):
         for node, mark in item.iter_markers_with_node("drawn"):
             where = f"{node.nodeid.partition('[')[0]} {bool(item.get_closest_marker('full'))}"
             draws.setdefault((where, *mark.args), {})[item.nodeid] = [item]
-    if os.environ.get("MINILLM_PROOF") == "all" or _names_a_file(config):
-        return
+    if os.environ.get("MINILLM_PROOF") == "all" or _names_a_file(config) or config.option.keyword:
+        return  # whoever names tests, by file or with -k, gets all of them
     left_out = set()
     for (where, n), cases in draws.items():
         kept = random.Random(f"{os.environ['MINILLM_SEED']} {where}").sample(sorted(cases), -(-len(cases) // n))
