@@ -2,29 +2,34 @@
 
 Each part is a process of its own with a limit of time. A part that fails, hangs or finds too few GPUs does not keep the
 others from running; the exit status says whether all that ran was right. What each part measured goes to
-OUT/cuda_NAME.json with its provenance, how each part ended to OUT/cuda_run.json, and what it printed to build/cuda/.
+OUT/cuda_NAME.json with its provenance, how each part ended to OUT/cuda_run.json, which keeps what earlier runs said of
+other parts, and what it printed to build/cuda/.
 `python -m minillm.bench.gpu_page` makes docs/gpu.md of these files.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from minillm.measure.provenance import provenance, write_json
+from minillm.comm.launch.device import may_share
+from minillm.measure.provenance import provenance, summary, write_json
 
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "build" / "cuda"
 RUN = "cuda_run.json"
 PYTEST = ("-m", "pytest", "-q", "-n", "0", "-m", "cuda")
+APART = ("-m", "pytest", "-q", "-n", "4", "-m", "cuda")  # most of their time is a compiler's, on the host
+MARK = "mark.cuda"
 RANKS = "tests/engine/gpus"
 GRACE_S = 10.0  # between asking a part to end and ending it
 TAIL = 15  # lines shown of a part that failed
@@ -32,13 +37,15 @@ TAIL = 15  # lines shown of a part that failed
 
 @dataclass(frozen=True)
 class Part:
-    """argv: arguments of Python; {json} stands for the file of its results. gpus: how many it needs at least."""
+    """argv: arguments of Python; {json} stands for the file of its results, {tests} for `tests()`. gpus: how many it needs
+    at least; shares: ranks that share one GPU (`device.may_share`) prove as much."""
 
     name: str
     about: str
     argv: tuple[str, ...]
     limit_s: float
     gpus: int = 1
+    shares: bool = False
 
     @property
     def file(self) -> str | None:
@@ -48,12 +55,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """status: passed, failed, timed out or skipped. note: the last line it printed, or why it was skipped."""
+    """status: passed, failed, timed out or skipped. note: the last line it printed, or why it was skipped. gpus, where:
+    of the machine that it ran on."""
 
     name: str
     status: str
     seconds: float
     note: str
+    gpus: int = 0
+    where: str = ""
 
 
 def _bench(name: str, about: str, limit_s: float, *argv: str, gpus: int = 1) -> Part:
@@ -68,8 +78,9 @@ PARTS = (  # what matters most comes first: time may run out
         (*PYTEST, RANKS),
         330,
         gpus=2,
+        shares=True,
     ),
-    Part("tests", "kernels, engine and offloading on one GPU", (*PYTEST, "tests", f"--ignore={RANKS}"), 180),
+    Part("tests", "kernels, engine and offloading on one GPU", (*APART, "{tests}"), 240),
     _bench("layouts", "a training step of a 1B-shaped model in each layout", 240, "layouts"),
     _bench("decode_llama_8b", "decoding of an 8B-shaped Llama", 200, "serve", "--model", "llama-8b"),
     _bench("decode_qwen3_8b", "decoding of an 8B-shaped Qwen3", 240, "serve", "--model", "qwen3-8b"),
@@ -111,21 +122,23 @@ def chosen(names: str | None) -> list[Part]:
 def run(parts: Sequence[Part], out: Path, gpus: int, limit_s: float) -> list[Outcome]:
     """Each part's outcome, also kept in OUT/cuda_run.json after each of them."""
     out.mkdir(parents=True, exist_ok=True)
+    made, chosen = provenance("make cuda"), {part.name for part in parts}
+    earlier = json.loads((out / RUN).read_text())["parts"] if (out / RUN).exists() else []
+    earlier = [outcome for outcome in earlier if outcome["name"] not in chosen]
     give_up_at, outcomes = time.monotonic() + limit_s, []
     for part in parts:
         left = give_up_at - time.monotonic()
         outcome = _skipped(part, gpus, left) or run_part(part, out, min(part.limit_s, left))
+        outcome = replace(outcome, gpus=gpus, where=summary(made))
         print(f"{outcome.name:<16} {outcome.status:<9} {outcome.seconds:5.0f} s  {outcome.note}", flush=True)
         outcomes.append(outcome)
-        write_json(
-            out / RUN, {"provenance": provenance("make cuda"), "gpus": gpus, "parts": list(map(asdict, outcomes))}
-        )
+        write_json(out / RUN, {"provenance": made, "parts": [*earlier, *map(asdict, outcomes)]})
     return outcomes
 
 
 def _skipped(part: Part, gpus: int, left_s: float) -> Outcome | None:
     why = None
-    if part.gpus > gpus:
+    if part.gpus > gpus and not (part.shares and may_share()):
         why = f"it needs {part.gpus} GPUs, and there is {gpus}"
     elif left_s <= 0:
         why = "no time was left"
@@ -134,8 +147,11 @@ def _skipped(part: Part, gpus: int, left_s: float) -> Outcome | None:
 
 def run_part(part: Part, out: Path, limit_s: float) -> Outcome:
     """Runs it to its end or to the limit. Nothing that it started is left."""
-    file = part.file and out / part.file
-    argv = [sys.executable, *(argument.replace("{json}", str(file)) for argument in part.argv)]
+    out = out.resolve()  # named from here, where it can be: results keep the command that made them
+    file = part.file and (out.relative_to(ROOT) if out.is_relative_to(ROOT) else out) / part.file
+    argv = [sys.executable]
+    for argument in part.argv:
+        argv += tests() if argument == "{tests}" else [argument.replace("{json}", str(file))]
     LOGS.mkdir(parents=True, exist_ok=True)
     log, start = LOGS / f"{part.name}.log", time.monotonic()
     with log.open("w") as output:
@@ -151,6 +167,13 @@ def run_part(part: Part, out: Path, limit_s: float) -> Outcome:
         print("\n".join(f"    {line}" for line in lines[-TAIL:]), flush=True)
         print(f"    (all of it: {log})", flush=True)
     return Outcome(part.name, status, time.monotonic() - start, lines[-1][:200] if lines else "it printed nothing")
+
+
+def tests() -> list[str]:
+    """The files that have tests for one GPU: others would only be collected, and fail where their packages are not."""
+    found = (ROOT / "tests" / "engine").rglob("test_*.py")
+    names = [str(path.relative_to(ROOT)) for path in found if MARK in path.read_text(encoding="utf-8")]
+    return sorted(name for name in names if not name.startswith(RANKS))
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from minillm.bench.cuda import PARTS, ROOT, RUN, Part
 from minillm.bench.harness import BenchReport, BenchRow
-from minillm.measure.provenance import summary
 
 PAGE, FIGURES = ROOT / "docs" / "gpu.md", ROOT / "figures"
 HEAD = """# On GPUs
@@ -46,11 +45,20 @@ def _overview(run: dict[str, Any] | None, results: dict[str, dict | None]) -> st
     elif run is None:
         said = "No complete run of `make cuda` has been kept, only results of some parts."
     else:
-        said = f"The last run that was kept had {run['gpus']} GPUs ({summary(run['provenance'])})."
+        said = "What is kept was run " + "; ".join(_machines(run["parts"])) + "."
     ended = {outcome["name"]: outcome for outcome in run["parts"]} if run else {}
     lines = ["| part | what it proves or measures | GPUs | how it ended |", "| :-- | :-- | --: | :-- |"]
     lines += [f"| {part.name} | {part.about} | {part.gpus}+ | {_ended(ended.get(part.name))} |" for part in PARTS]
     return "\n".join(["## What was run", "", said, "", *lines, ""])
+
+
+def _machines(outcomes: Sequence[dict[str, Any]]) -> list[str]:
+    """The machines of these parts, and where there are several, which part ran on which."""
+    parts: dict[str, list[str]] = {}
+    for each in outcomes:
+        gpus = f"{each['gpus']} GPU" + "s" * (each["gpus"] > 1)
+        parts.setdefault(f"on {gpus} ({each['where']})", []).append(each["name"])
+    return [machine if len(parts) == 1 else f"{machine}: {', '.join(names)}" for machine, names in parts.items()]
 
 
 def _ended(outcome: dict[str, Any] | None) -> str:

@@ -153,7 +153,9 @@ def plain(ours: Trainer, tokens: Tokens) -> Peer:
 
 def accelerated(ours: Trainer, tokens: Tokens) -> AcceleratePeer:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state()  # a process has one precision, unless it is made to forget it
     mixed = {"fp32": "no"}.get(ours.config.precision, ours.config.precision)
     accelerator = Accelerator(cpu=ours.device.type == "cpu", mixed_precision=mixed)
     model = _twin(ours)

@@ -1,5 +1,7 @@
 """The comparison of training steps: right gradients pass, wrong ones are not timed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,16 @@ def test_peers_compute_the_same_gradients(name):
     row = compare("step", name, PEERS[name], CONFIG, TOKENS, torch.device("cpu"), steps=1, repeats=5)
     assert row.correct and row.runs == 5 and row.ours > 0 and row.theirs > 0 and row.unit == "tokens/s"
     assert row.ratio > 0
+
+
+def test_a_second_precision_is_not_the_first_one_s():
+    """accelerate keeps one for the whole process."""
+    used = []
+    for precision in ("fp32", "bf16"):
+        with Trainer(replace(CONFIG, precision=precision), TOKENS, workers=0) as ours:
+            theirs = PEERS["transformers, accelerate loop"](ours, TOKENS)
+            used.append(theirs.accelerator.mixed_precision)
+    assert used == ["no", "bf16"]
 
 
 def test_peers_train_alike():

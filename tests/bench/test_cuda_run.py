@@ -47,10 +47,25 @@ def test_every_part_has_its_turn_and_none_stops_the_others(tmp_path, logs, capsy
     assert json.loads((tmp_path / "cuda_good.json").read_text()) == {"rows": []}
     saved = json.loads((tmp_path / "cuda_run.json").read_text())
     assert [each["status"] for each in saved["parts"]] == [each.status for each in outcomes]
-    assert saved["provenance"]["command"] == "make cuda" and saved["gpus"] == 2
+    assert saved["provenance"]["command"] == "make cuda" and {each["gpus"] for each in saved["parts"]} == {2}
     child = int((logs / "hanging.log").read_text().split()[0])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     assert "so far" in capsys.readouterr().out  # of a part that failed the end of its output is shown
+
+
+def test_a_run_of_some_parts_keeps_what_was_said_of_the_others(tmp_path, logs):
+    run([part("good", "print('first')"), part("bad", "raise ValueError('no good')")], tmp_path, gpus=2, limit_s=60.0)
+    run([part("bad", "print('mended')")], tmp_path, gpus=1, limit_s=60.0)
+    good, bad = json.loads((tmp_path / "cuda_run.json").read_text())["parts"]
+    assert (good["name"], good["note"], good["gpus"]) == ("good", "first", 2)
+    assert (bad["name"], bad["note"], bad["gpus"]) == ("bad", "mended", 1)
+    assert good["where"] == bad["where"] != ""
+
+
+def test_files_with_tests_for_a_gpu():
+    found, root = cuda.tests(), cuda.ROOT
+    assert {"tests/engine/model/test_paged_triton.py", "tests/engine/serve/test_engine_cuda.py"} < set(found)
+    assert not [name for name in found if name.startswith(cuda.RANKS) or "mark.cuda" not in (root / name).read_text()]
 
 
 def test_what_there_is_no_time_for_is_skipped(tmp_path, logs):
@@ -113,21 +128,23 @@ def test_a_page_of_a_run(tmp_path):
     row = BenchRow("fsdp, 8 ranks, cuda", "peak of a GPU (MFU)", 400.0, 800.0, "TFLOP/s", 0.5, 0.01, 5, True)
     card = {"gpu": {"name": "Made-up GPU", "memory_bytes": 80 * 2**30, "peak_flops_bf16": 8e14}, "measured": "x"}
     card["gpu"] |= {"peak_flops_fp32": 5e13, "memory_bandwidth_bytes_per_s": 3.3e12}
+    eight, one = (8, "Made-up CPU, Made-up GPU, 2030-01-02"), (1, "Another")
     outcomes = [
-        Outcome("machine", "passed", 20.0, "anything"),
-        Outcome("ranks", "passed", 99.0, "41 passed, 3 skipped in 98.20s"),
-        Outcome("layouts", "failed", 12.0, "a | b"),
-        Outcome("comm", "skipped", 0.0, "it needs 2 GPUs, and there is 1"),
+        Outcome("machine", "passed", 20.0, "anything", *eight),
+        Outcome("ranks", "passed", 99.0, "41 passed, 3 skipped in 98.20s", *eight),
+        Outcome("layouts", "failed", 12.0, "a | b", *eight),
+        Outcome("comm", "skipped", 0.0, "it needs 2 GPUs, and there is 1", *one),
     ]
     files = {
-        "run": {"provenance": origin, "gpus": 8, "parts": [vars(each) for each in outcomes]},
+        "run": {"provenance": origin, "parts": [vars(each) for each in outcomes]},
         "layouts": {"provenance": origin, "rows": [vars(row)], "notes": ["a note."]},
         "machine": card | {"torch": "2.13"},
     }
     for name, content in files.items():
         (tmp_path / f"cuda_{name}.json").write_text(json.dumps(content))
     said = gpu_page.page(tmp_path)
-    assert "had 8 GPUs (Made-up CPU, Made-up GPU" in said and "Nothing of this" not in said
+    assert "on 8 GPUs (Made-up CPU, Made-up GPU, 2030-01-02): machine, ranks, layouts; on 1 GPU (Another)" in said
+    assert "Nothing of this" not in said
     assert "| passed in 99 s: 41 passed, 3 skipped in 98.20s |" in said and "| passed in 20 s |" in said
     assert "| failed in 12 s: a \\| b |" in said and "| skipped: it needs 2 GPUs, and there is 1 |" in said
     assert "| fsdp, 8 ranks, cuda | peak of a GPU (MFU) | 400 | 800 | TFLOP/s | 0.50 |" in said and "a note." in said

@@ -51,11 +51,14 @@ class Gathered:
             queries, keys = query_lens[order[start]], seen[order[end - 1]]
             following = order[end] if end < len(order) else None
             if following is None or query_lens[following] != queries or (end - start + 1) * seen[following] > room:
-                mask = None if seen[order[start]] == keys else absent[start:end, None, None, -keys:]
+                mask = absent[start:end, None, None, -keys:]
                 if queries > 1:
                     visible = reachable(keys - queries, queries, 0, keys, window, device)
-                    mask = absent[start:end, None, None, -keys:].masked_fill(~visible, float("-inf"))
-                    mask = mask.repeat(1, 1, q.shape[1] // k_pool.shape[2], 1)
+                    mask = mask.masked_fill(~visible, float("-inf")).repeat(1, 1, q.shape[1] // k_pool.shape[2], 1)
+                elif seen[order[start]] == keys:
+                    mask = None
+                else:
+                    mask = mask.clone()  # torch's kernel reads 16 bytes at once, so a GPU's mask may not begin anywhere
                 groups.append(_Group(end - start, queries, slots[start:end, -keys:].flatten(), mask, soft_cap))
                 start = end
 

@@ -33,7 +33,14 @@ CHECKED = [
 ]
 
 
-def test_notebooks_are_what_their_masters_give():
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("lab", MASTERS)
+def test_a_notebook_is_what_its_master_gives(lab):
+    assert notebooks.stale(ROOT, [lab]) == []
+
+
+@pytest.mark.full
+def test_all_notebooks_are_what_their_masters_give_and_none_has_no_master():
     assert notebooks.stale(ROOT) == []
 
 

@@ -21,11 +21,12 @@ def node(monkeypatch):
     monkeypatch.setattr(choice, "os", SimpleNamespace(environ=EnvironmentOfRank(here)))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
 
-    def decisions(visible, wanted=None, emulated=False, started_by_launch=False):
+    def decisions(visible, wanted=None, emulated=False, started_by_launch=False, sharing=()):
         store, found = dist.HashStore(), {}
 
         def rank_program(rank: int) -> None:
             here.gpus, here.environ = visible[rank], {"LOCAL_RANK": str(rank % 8)}
+            here.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if rank in sharing else {}
             here.environ |= {"MINILLM_RANK": str(rank)} if started_by_launch else {}
             found[rank] = choice.agree(store, rank, len(visible), wanted, emulated)
 
@@ -91,6 +92,31 @@ def test_instances_of_one_gpu_have_no_nccl(node, capfd):
     assert node([["MIG-a@7"], ["MIG-b@7"]], "cuda") == [("cuda:0", "gloo")] * 2
     assert "2 ranks see 1 different GPUs" in capfd.readouterr().err
     assert node([["MIG-a@7"], ["MIG-b@8"]]) == [("cuda:0", "nccl")] * 2
+
+
+@pytest.mark.parametrize("version", [(2, 30), (3, 0), (2, 29)])
+def test_ranks_share_a_gpu_where_nccl_lets_all_of_them(node, monkeypatch, version):
+    monkeypatch.setattr(choice, "nccl_version", lambda: version)
+    together = [("cuda:0", "nccl")] * 4 if version >= (2, 30) else [("cpu", "gloo")] * 4
+    assert node([["GPU-0"]] * 4, sharing=range(4)) == together
+    assert node([["GPU-0"]] * 4, sharing=range(3)) == [("cpu", "gloo")] * 4
+    assert node([["GPU-0"]] * 3 + [[]], sharing=range(4)) == [("cpu", "gloo")] * 4  # one sees none
+
+
+def test_the_version_is_that_of_the_library_that_is_loaded(monkeypatch):
+    def answers(pointer):
+        pointer._obj.value = 23_007
+
+    loaded = {"libnccl.so.2": SimpleNamespace(ncclGetVersion=answers)}
+    monkeypatch.setattr(choice.ctypes, "CDLL", loaded.__getitem__)
+    assert choice.nccl_version() == (2, 30)
+
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(choice.ctypes, "CDLL", absent)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert choice.nccl_version() == (2, 28)
 
 
 def test_the_same_bus_of_two_machines_is_two_slots(node, monkeypatch):

@@ -1,6 +1,7 @@
 """With a GPU for each rank: the oracle, the labs' scripts, a profiled step of each layout and checkpoints, on NCCL.
 
-Every test takes as many of the GPUs as it needs and is skipped where there are fewer; `make cuda` gathers them.
+Every test takes as many of the GPUs as it needs and is skipped where there are fewer; `make cuda` gathers them. Where
+NCCL lets ranks share a GPU, four share it: all is proven but what is hidden, for they take turns on it.
 """
 
 import math
@@ -16,6 +17,7 @@ import torch
 from minillm.bench import layouts
 from minillm.bench.shapes import SHAPES
 from minillm.comm import Group, launch
+from minillm.comm.launch.device import may_share
 from minillm.equivalence import compare
 from minillm.train.checkpoint import reader
 from minillm.train.parallel_config import ParallelConfig
@@ -23,7 +25,8 @@ from minillm.train.strategies.hybrid import Hybrid, make_strategy
 from tests.engine.train import checkpoint_programs
 
 ROOT = Path(__file__).parents[3]
-GPUS = torch.cuda.device_count()
+SHARED = torch.cuda.is_available() and may_share()
+GPUS = max(4 * SHARED, torch.cuda.device_count())  # places for ranks
 MOST = max((n for n in (2, 4, 8) if n <= GPUS), default=2)  # ranks of a script
 SCRIPTS = sorted((ROOT / "solutions" / "torchrun").glob("[0-9][0-9]_*.py"))
 pytestmark = pytest.mark.cuda
@@ -99,6 +102,8 @@ def test_steps_agree_and_hide_their_communication(world_size):
         assert found.hidden is not None, f"{name}: NCCL ran no kernel"
         losses[name], hidden[name] = found.loss, found.hidden
     assert losses["dp"] == pytest.approx(losses["fsdp"], abs=0.02)
+    if SHARED:
+        return
     too_little = {name: hidden[name] for name, least in LEAST_HIDDEN.items() if hidden[name] < least}
     assert not too_little, f"{too_little} of the time in which NCCL's kernels ran; of all layouts: {hidden}"
 

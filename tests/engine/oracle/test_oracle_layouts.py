@@ -40,12 +40,14 @@ def every_second(chosen: Drawn, backend: int) -> Drawn:
     return chosen if COUNT > 60 else dict(list(chosen.items())[backend::2])
 
 
+@pytest.mark.drawn(2)
 @backends
 def test_one_layout_of_every_axis_equals_one_process(backend):
-    """Each on one of the two backends; `make full` has it on the other."""
+    """Half of them, on one of the two backends; `make full` has each on the other."""
     check(dict(list(one_per_axis(backend).items())[backend::2]), backend)
 
 
+@pytest.mark.drawn(2)
 @backends
 def test_layouts_that_failed_once_equal_one_process(backend):
     """As above."""

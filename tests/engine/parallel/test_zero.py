@@ -203,10 +203,12 @@ def test_wrapping_again_replaces_the_hooks_of_the_earlier_wrapper(run):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_state_is_offloaded_to_the_host():
-    """Two ranks that share the card if there is only one."""
+    """Two ranks that share the card if there is only one. One process computes there, too: angles of positions are
+    float32, and their cosines the card's own."""
     case = replace(CASES[3], offload="cpu")
     calls = [(programs.sharded, case), (programs.peaks, BIG, 2, True), (programs.peaks, BIG, 2, True, "cpu")]
-    expected, ranks = programs.alone(case), launch(programs.several, 2, calls, device="cuda", timeout=120)
+    expected = programs.alone(case, device="cuda")
+    ranks = launch(programs.several, 2, calls, device="cuda", timeout=120)
     for equal, here, offloaded in ranks:
         assert worst(equal["weights"], expected["weights"]) < 1e-9
         form = Zero(tuple(here["buckets"]), 2, 2, ADAM_MIXED)

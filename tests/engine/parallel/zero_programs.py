@@ -70,9 +70,9 @@ def backward(model: nn.Module, step: int, rank: int, world_size: int, accumulate
             (cross_entropy(model(tokens[mine]), targets[mine]) / accumulate).backward()
 
 
-def alone(case: Case, checkpoint: dict | None = None) -> dict:
+def alone(case: Case, checkpoint: dict | None = None, device: str = "cpu") -> dict:
     """One process: torch's AdamW over whole parameters, whole batches."""
-    model = model_of(case)
+    model = model_of(case).to(device)
     optimizer = make(model.named_parameters())
     if checkpoint:
         model.load_state_dict(checkpoint["weights"])
