@@ -50,10 +50,10 @@ def flipped_bits(prompt: int = 64, answer: int = 8, bits: tuple[int, ...] = (0, 
     """One bit of one cached key flipped, another each time (30: the exponent's highest).
 
     changed: how many answers became others. named: how many of the damaged blocks their checksums name, and no other.
-    repaired: whether the answer is right again after the cache has been emptied.
+    repaired: how many answers are right again after the cache has been emptied.
     """
     tokens, params = cut(prompt, 1), SamplingParams(answer, ignore_eos=True)
-    changed, named = 0, 0
+    changed, named, repaired = 0, 0, 0
     for bit in bits:
         llm = LLM(target(), num_blocks=32)
         right = _answer(llm, tokens, params).answers[0].ids
@@ -64,7 +64,7 @@ def flipped_bits(prompt: int = 64, answer: int = 8, bits: tuple[int, ...] = (0, 
         named += [block for block in sums if sums[block] != found[block]] == [damaged]
         changed += _answer(llm, tokens, params).answers[0].ids != right
         llm.pool.reset()
-        repaired = _answer(llm, tokens, params).answers[0].ids == right
+        repaired += _answer(llm, tokens, params).answers[0].ids == right
     return {"changed": changed, "named": named, "of": len(bits), "repaired": repaired}
 
 

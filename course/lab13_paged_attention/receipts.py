@@ -208,7 +208,7 @@ def stale_and_raced() -> Receipt:
             row(f"one bit of a cached key flipped, {flipped['of']} times: blocks that a checksum names", flipped["of"],
                 flipped["named"]),
             row("    answers that become others", None, flipped["changed"]),
-            row("    right again once the cache is empty", True, flipped["repaired"]),
+            row("    right again once the cache is empty", flipped["of"], flipped["repaired"]),
             formula("    8B model, prefix of 2,000 tokens: reading it once more, at 3.35 TB/s", prefix / 3.35e12, "s"),
             formula("    computing it, at 989 TFLOP/s", 2 * 8e9 * 2000 / 989e12, "s"),
             row("prompt tokens from the cache after the change", None, found["hit"]),

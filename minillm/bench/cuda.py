@@ -37,8 +37,8 @@ TAIL = 15  # lines shown of a part that failed
 
 @dataclass(frozen=True)
 class Part:
-    """argv: arguments of Python; {json} stands for the file of its results, {tests} for `tests()`. gpus: how many it needs
-    at least; shares: ranks that share one GPU (`device.may_share`) prove as much."""
+    """argv: arguments of Python; {json} stands for the file of its results, {tests} for `tests()`. gpus: how many it
+    needs at least; shares: ranks that share one GPU (`device.may_share`) prove as much."""
 
     name: str
     about: str

@@ -23,8 +23,8 @@ from minillm.model.elementwise import FUNCTIONS, gated, rotate_both
 from minillm.model.elementwise_triton import gated_triton, rotate_both_triton
 
 LAUNCHES = (
-    "What takes less than about 100 µs here is what the host takes to launch it, most of it Python. A step of the engine "
-    "is a CUDA graph, which pays that once for all its kernels."
+    "What takes less than about 100 µs here is what the host takes to launch it, most of it Python. A step of the "
+    "engine is a CUDA graph, which pays that once for all its kernels."
 )
 WIDTH, HEAD_DIM = 4096, 128
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

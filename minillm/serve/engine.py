@@ -7,6 +7,7 @@
 Greedy tokens are those of `minillm.model.generate`, whatever is switched on and whatever else runs.
 """
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
@@ -75,7 +76,8 @@ class LLM:
         adapter: str | list[str | None] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
-        """One output per prompt, in order. params, adapter: for all, or one for each. Refuses all if one cannot run.
+        """One output per prompt, in order. params, adapter: for all, or one for each. Refuses all if one cannot run. Warns
+        of those that failed: an output's `error` says why.
 
         progress: a bar on standard error; None = if that is a terminal and there are many prompts.
         """
@@ -89,7 +91,10 @@ class LLM:
                     self.advance()
         finally:  # marks what has not ended; a signal cannot come between
             self.requests.cancelled.extend(mine)
-        return [output_of(request) for request in mine]
+        outputs = [output_of(request) for request in mine]
+        if failed := [output.error for output in outputs if output.error]:
+            warnings.warn(f"{len(failed)} of {len(outputs)} requests failed, the first: {failed[0]}", stacklevel=2)
+        return outputs
 
     def stream(self, prompt, params: SamplingParams | None = None, **options) -> Iterator[Delta]:
         """Adds a request, and yields what is new of its samples as they grow; closing the iterator cancels it.

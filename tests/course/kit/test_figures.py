@@ -16,6 +16,8 @@ from course.kit import PALETTE, SPANS, bars, course, lines, look, show, sliders,
 from course.kit.interact import render
 from minillm.drawing import headline, log_ticks
 
+pytestmark = pytest.mark.drawn(2)
+
 COURSE = Path(__file__).parents[3] / "course"
 
 

@@ -16,6 +16,8 @@ from course.shared.decisions import MOVES, Decision, decide, judge, shown
 from course.shared.units import in_unit
 from minillm.predict.planner import published
 
+pytestmark = pytest.mark.drawn(2)
+
 ROOT = Path(__file__).parents[3]
 LABS = {"20_design_training": training.CASES, "21_design_serving": serving.CASES}
 PROBLEMS = [(lab, name) for lab, cases in LABS.items() for name in cases]

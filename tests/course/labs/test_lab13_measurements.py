@@ -60,7 +60,7 @@ def test_a_window_bounds_what_a_sequence_holds(window, held):
 
 def test_a_checksum_names_each_damaged_block_though_most_answers_stay():
     found = stale.flipped_bits(answer=4, bits=(0, 30))
-    assert found["named"] == found["of"] == 2 and found["repaired"]
+    assert found["named"] == found["of"] == found["repaired"] == 2
 
 
 @pytest.mark.parametrize("block_size", [4, 16])

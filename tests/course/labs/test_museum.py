@@ -19,6 +19,8 @@ from course.shared.faults.patches import Fault, Patch, code_hash, planted, sound
 from minillm.comm import RankError
 from minillm.train.parallel_config import ParallelConfig
 
+pytestmark = pytest.mark.drawn(2)
+
 TWO_SHARDS = Scene(ParallelConfig(dp=2, zero=1))
 MORE_SEEDS = range(1, 20)
 if os.environ.get("MINILLM_PROOF") != "all":

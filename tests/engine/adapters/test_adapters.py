@@ -19,6 +19,8 @@ from minillm.quantize import NF4, QuantizedLinear, Settings, quantize
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.hybrid import Hybrid
 
+pytestmark = pytest.mark.drawn(2)
+
 TINY = ModelConfig(37, 12, 20, 2, 4, 2, head_dim=4, max_seq_len=16, init_std=0.3)
 TOKENS = torch.arange(24).view(2, 12)
 ALL = LoraConfig(3, ("all",), zero_start=False)
@@ -193,6 +195,7 @@ class Kept:
         return tensor
 
 
+@pytest.mark.full
 def test_nor_is_one_on_tensor_parallel_ranks():
     for beside_codes, beside_floats in launch(kept_over_ranks, 2):
         assert beside_floats == {(128, 64), (64, 64), (64, 128)}  # query; key, value and the MLP's; o

@@ -81,9 +81,10 @@ def test_adapters_in_any_layout_equal_one_process(layouts, strategy):
     assert [row for row in rows if not row.ok] == []
 
 
+@pytest.mark.full
 @pytest.mark.drawn(3)
 @backends
-@pytest.mark.parametrize("layouts", [TWO, pytest.param(FOUR, marks=pytest.mark.full)], ids=["two ranks", "four"])
+@pytest.mark.parametrize("layouts", [TWO, FOUR], ids=["two ranks", "four"])
 def test_so_do_adapters_beside_codes(layouts, strategy):
     layouts = [layout for layout in layouts if layout.ep == 1]  # experts are not quantized
     rows = compare(layouts, cases_in_codes, steps=2, strategy=strategy)

@@ -18,6 +18,8 @@ from minillm.serve.schedule.blocks import cache_namespace
 from minillm.serve.speculate.proposers.ngram import NGram
 from tests.engine.adapters.serving import CONFIG, NAMES, base, merged, right, write_adapter, write_all
 
+pytestmark = pytest.mark.drawn(2)
+
 TOKENS = 10
 SHARED = [[7, 3, 9, 30, 4, 11, 2, 50, 17, 40, 21, 6, 33], [5, 5, 8, 1]]
 TIGHT = {"num_blocks": 26, "block_size": 4, "token_budget": 24, "max_num_seqs": 12, "reserve": 0}

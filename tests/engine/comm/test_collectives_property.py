@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from minillm.comm import launch
 from minillm.predict import comms
 
+pytestmark = pytest.mark.drawn(2)
+
 REDUCIBLE = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
 SIZES = [0, 1, 2, 3, 5, 7, 8, 12, 17, 64, 97, 257, 1021]
 LAYOUTS = ["contiguous", "transposed", "strided", "offset"]

@@ -21,6 +21,8 @@ from minillm.comm import HangError, MismatchError, RankError, launch
 from minillm.comm.launch.launcher import STORE_S
 from minillm.comm.launch.outcome import _death
 
+pytestmark = pytest.mark.drawn(2)
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -6,6 +6,8 @@ import torch
 from minillm import comm
 from minillm.comm import MismatchError, RankError, launch
 
+pytestmark = pytest.mark.drawn(2)
+
 
 def told(program, nproc: int = 3, kind: type = MismatchError) -> str:
     """What launch says about the program's failure."""

@@ -7,6 +7,8 @@ import pytest
 from course.lab11_data_pipeline.formulas import step_seconds, waits
 from minillm.data import Prefetcher
 
+pytestmark = pytest.mark.drawn(2)
+
 PATIENCE_S = 20  # only a deadlock waits this long
 
 

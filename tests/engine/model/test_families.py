@@ -16,6 +16,8 @@ from minillm.model.hf.families import FAMILIES, config_from_hf, config_to_hf
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.tiny import TinyLLM
 
+pytestmark = pytest.mark.drawn(2)
+
 SIZES = dict(vocab_size=67, hidden_size=32, intermediate_size=48, max_position_embeddings=128, initializer_range=0.2)
 SIZES |= dict(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
 SIZES |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)

@@ -24,8 +24,8 @@ Not seen:
   makes is on the device of what it first meets;
 - gradients that go back over `.to(device)` from a GPU to the host;
 - memory read past torch (`data_ptr`, ctypes, DLPack); of pinned memory only that it has changed when its copy ends;
-- what kernels compute: they are the CPU's, so a dtype, shape or alignment that CUDA lacks passes, and sums are added up
-  in the CPU's order; a GPU's generator draws what the host's of the same seed draws;
+- what kernels compute: they are the CPU's, so a dtype, shape or alignment that CUDA lacks passes (but for masks of
+  attention), and sums are added up in the CPU's order; a GPU's generator draws what the host's of the same seed draws;
 - Triton: its kernels run in its interpreter only. Without it minillm computes with torch, as where triton is not
   installed; and nothing is compiled for a GPU;
 - time: kernels run when they are launched, one after the other. A race is found by the clocks of the streams and never
@@ -160,6 +160,8 @@ class Node(Devices, Copies, Watch):
         if len(devices) > 1 or host or any(self.device_of(x) is None for x in call.writes):
             places = ", ".join(f"{list(x.shape)} on {device or 'cpu'}" for x, device in on.items())
             raise NodeError(f"tensors of two devices in {call.name} at {site()}: {places}")
+        if call.name.startswith("_scaled_dot_product") and not is_readable(call.kwargs.get("attn_mask")):
+            raise NodeError(f"misaligned address: {call.name} at {site()} reads a mask that begins amid 16 bytes")
 
     def check_generator(self, generator: torch.Generator | None, device: torch.device, name: str) -> None:
         """RuntimeError as torch's, if the host's generator draws for a GPU: not in a program for the CPU that the node
@@ -265,3 +267,11 @@ def _no_triton_without_interpreter() -> Iterator[None]:
                 stack.enter_context(mock.patch.object(module, "triton", None))
             stack.enter_context(mock.patch.object(backend, "find_spec", lambda name: None))
         yield
+
+
+def is_readable(mask: torch.Tensor | None) -> bool:
+    """Whether torch's attention on a GPU can read a mask: it does so 16 bytes at once, and copies masks beforehand of
+    which a stride is no multiple of 16, but not those that only begin in a wrong place."""
+    if mask is None or mask.stride(-1) != 1 or any(stride % 16 for stride in mask.stride()[:-1]):
+        return True
+    return mask.storage_offset() * mask.element_size() % 16 == 0

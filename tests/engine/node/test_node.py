@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from tests.engine.node.counting import Counting, Watch
 from tests.engine.node.node import Node, pretend_node
@@ -158,6 +159,12 @@ WRONG: dict[str, tuple[Callable, str]] = {
     ),
     "list": (lambda x, _: torch.tensor([1, 2], device="cuda"), "torch.tensor of the host's values with device=cuda:0"),
     "new_tensor": (lambda x, _: x.new_tensor([1, 2]), "torch.tensor of the host's values with device=cuda:0"),
+    "mask that begins anywhere": (
+        lambda x, _: F.scaled_dot_product_attention(
+            *x.new_zeros(3, 1, 1, 25, 8), attn_mask=x.new_zeros(25, 32)[:, -25:]
+        ),
+        "misaligned address: _scaled_dot_product.* at .*test_node.py",
+    ),
     "nonzero": (lambda x, _: x.nonzero(), "waits for cuda:0: nonzero"),
     "mask": (lambda x, _: x[x > 0], "index with a mask, which needs its nonzero elements"),
     "index of the CPU": (lambda x, _: x[torch.tensor([1, 2])], "index with indices of the CPU"),

@@ -8,6 +8,7 @@ ORDER = "communicators in another order"  # test_node_faults.py, and test_node.p
 
 KINDS: dict[str, tuple[str, ...]] = {
     "tensors of two devices": ("CPU and GPU", "two GPUs", "written on the CPU", "loss on the CPU", "numpy"),
+    "a mask that a GPU cannot read where it lies": ("mask that begins anywhere",),
     "a generator of another device": ("generator of the CPU", "drawn on the GPU by the CPU"),
     ".item(), int(), float()": ("item", "value read in the loss"),
     ".tolist(), print": ("tolist", "print"),

@@ -14,6 +14,8 @@ from minillm.parallel.context_parallel import (
 )
 from tests.engine.comm.nccl_like import on_nccl_like
 
+pytestmark = pytest.mark.drawn(2)
+
 SEQ, HEAD_DIM = 16, 6
 SHAPES = [(2, 4, 4), (1, 8, 2), (2, 4, 1)]  # batch, heads, kv heads
 MASKS = [(None, False), (5, False), (None, True), (7, True)]  # window, documents

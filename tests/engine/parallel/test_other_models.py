@@ -6,6 +6,8 @@ import torch
 
 from minillm.comm import launch
 
+pytestmark = pytest.mark.drawn(2)
+
 BLOCKS = {
     "llama": [f"model.layers.{n}" for n in range(3)],
     "transformer": [f"transformer.encoder.layers.{n}" for n in range(2)],

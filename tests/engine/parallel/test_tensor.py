@@ -27,6 +27,8 @@ from minillm.predict.training import tensor as predict
 from minillm.predict.training.activations import block_activation_bytes
 from minillm.train.activation_checkpointing import EXPENSIVE, checkpoint_blocks
 
+pytestmark = pytest.mark.drawn(2)
+
 MODEL = ModelConfig(52, 32, 44, 3, 4, 2, max_seq_len=600, qk_norm=True)
 
 

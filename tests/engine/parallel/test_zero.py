@@ -14,6 +14,8 @@ from minillm.model import ModelConfig
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED, StateBytes
 from minillm.predict.training.sharding import Zero, padded_all
 
+pytestmark = pytest.mark.drawn(2)
+
 FP64 = StateBytes(parameter=8, gradient=8, master=0, moments=16)
 FROZEN = ("blocks.0.mlp.up_proj.weight", "norm.weight")
 CASES = (

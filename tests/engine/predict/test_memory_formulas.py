@@ -16,6 +16,8 @@ from minillm.predict.training.memory import RECIPES, training_step
 from minillm.train import PRECISIONS, TrainConfig, Trainer
 from tests.engine.predict.test_model_formulas import configs
 
+pytestmark = pytest.mark.drawn(2)
+
 
 @settings(max_examples=25)
 @given(

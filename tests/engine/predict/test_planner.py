@@ -19,6 +19,8 @@ from minillm.predict.planner.search import TIE, explain, layouts, rank
 from minillm.predict.planner.serving import decode_seconds, rank_serving
 from minillm.predict.planner.step import step
 
+pytestmark = pytest.mark.drawn(2)
+
 PRINTED = {  # billions of parameters, all and active, as the sources print them
     "gpt-3-175b": (174.6, 174.6),
     "megatron-530b": (529.6, 529.6),

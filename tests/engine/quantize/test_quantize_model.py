@@ -18,6 +18,8 @@ from minillm.quantize.rescale import awq_factors, rescale
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.speculate.registry import proposer_named
 
+pytestmark = pytest.mark.drawn(2)
+
 INT4 = Int(bits=4, group=32, symmetric=False)
 FAMILIES = {
     "llama": {},
@@ -212,6 +214,7 @@ def test_awq_and_gptq_are_no_worse_than_round_to_nearest_on_any_layer_with_outli
     assert awq < 0.8 * nearest and by_gptq < 0.8 * nearest
 
 
+@pytest.mark.full
 def test_awq_and_gptq_are_no_worse_than_round_to_nearest_on_any_layer_of_the_target(target):
     errors = layer_errors(*target, Int(bits=4, group=128, symmetric=False))
     assert len(errors) == 42

@@ -15,6 +15,8 @@ from minillm.serve.requests.summary import percentiles
 from minillm.serve.schedule import fair as fair_module
 from minillm.serve.schedule.fair import ANSWER, PROMPT, FairScheduler, Share
 
+pytestmark = pytest.mark.drawn(2)
+
 
 class Run:
     """Steps of a scheduler whose model computes nothing, on a clock that counts them. Names are tenants."""

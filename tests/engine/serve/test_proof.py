@@ -16,6 +16,8 @@ from minillm.model.draw import sample_seed
 from minillm.model.generate import generate
 from minillm.serve import LLM, POLICIES, SamplingParams
 
+pytestmark = pytest.mark.drawn(2)
+
 CONFIG = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2)
 AXES = {
     "block_size": [1, 4, 16],

@@ -20,6 +20,8 @@ from minillm.serve import LLM
 from minillm.serve.run.memory import default_num_blocks
 from minillm.serve.speculate import DraftModel, NGram
 
+pytestmark = pytest.mark.drawn(2)
+
 CONFIG = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2)
 E4M3 = sorted(
     sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))

@@ -22,6 +22,8 @@ from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, State
 from minillm.serve.run import build
 from minillm.serve.speculate import NGram
 
+pytestmark = pytest.mark.drawn(2)
+
 WINDOW = 5
 CONFIG = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2, sliding_window=WINDOW)
 

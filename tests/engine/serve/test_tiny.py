@@ -13,6 +13,8 @@ from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams, tiny
 from minillm.serve.tiny import TinyLLM
 
+pytestmark = pytest.mark.drawn(2)
+
 MODEL = Transformer(ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2), seed=2)
 WINDOWED = Transformer(ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2, sliding_window=9), seed=2)
 

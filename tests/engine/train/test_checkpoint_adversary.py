@@ -30,6 +30,8 @@ from minillm.train.checkpoint.writer import Checkpointer
 from minillm.train.fault_tolerance.goodput import goodput
 from minillm.train.run_folder import locked
 
+pytestmark = pytest.mark.drawn(2)
+
 TINY = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--batch-size", "4", "--run", "a"]
 
 

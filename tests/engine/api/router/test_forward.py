@@ -24,6 +24,8 @@ from tests.engine.api.running import engine, running, until
 
 from minillm.api.limits import Keys, Limits  # isort: skip
 
+pytestmark = pytest.mark.drawn(2)
+
 CLIENT = httpx.Client(timeout=60)  # one for all: each would take as long as a request to set up
 ASKED = {"model": "m", "prompt": "def ", "stream": True}
 ANSWER = {"choices": [{"text": "whole"}]}

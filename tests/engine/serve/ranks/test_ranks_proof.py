@@ -18,6 +18,8 @@ from tests.engine.serve.ranks.programs import (
     requests_of,
 )
 
+pytestmark = pytest.mark.drawn(2)
+
 SEED, COUNT = 6, 12
 MANY = 200 if os.environ.get("MINILLM_PROOF") == "all" else 50  # sequences of a layout
 PATIENCE_S = 600  # one rank alone says nothing for long on a busy machine

@@ -18,6 +18,8 @@ from minillm.serve.sample import isolate
 from tests.engine.serve.ranks.programs import TIGHT, model_of
 from tests.engine.serve.ranks.test_ranks_faults import GREEDY, killed, leaving, raising
 
+pytestmark = pytest.mark.drawn(2)
+
 PROMPT = list(range(1, 13))
 
 

@@ -10,6 +10,8 @@ from minillm.serve.speculate.proposers.lookahead import Lookahead
 from minillm.serve.speculate.proposers.medusa import Medusa
 from minillm.serve.speculate.proposers.ngram import NGram
 
+pytestmark = pytest.mark.drawn(2)
+
 MAKE = {
     "medusa": lambda target, trained: Medusa(target, trained["medusa"]),
     "eagle": lambda target, trained: Eagle(target, trained["eagle"]),

@@ -15,6 +15,8 @@ from minillm.predict.serving.speculation import best_k
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.speculate import AdaptiveK, Counts, Draft, DraftModel, DraftRequest, NGram
 
+pytestmark = pytest.mark.drawn(2)
+
 CONFIG = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2)
 MODEL = Transformer(CONFIG, seed=2)
 PROMPTS = [[(7 * i + j * j) % 61 for j in range(2 + 5 * i % 37)] for i in range(10)]

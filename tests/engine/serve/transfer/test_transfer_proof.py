@@ -10,6 +10,8 @@ from minillm.serve import LLM
 from tests.engine.serve.ranks.programs import CONFIG, TIGHT, alone, drive, model_of, naive, requests_of
 from tests.engine.serve.transfer.pools import COUNT, SEED, alone_with, driven, is_idle, pool_of, until, use
 
+pytestmark = pytest.mark.drawn(2)
+
 CASES = {  # of the decode side
     "plain": {},
     "no-prefix-cache": {**TIGHT, "prefix_cache": False},
