@@ -76,8 +76,8 @@ class LLM:
         adapter: str | list[str | None] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
-        """One output per prompt, in order. params, adapter: for all, or one for each. Refuses all if one cannot run. Warns
-        of those that failed: an output's `error` says why.
+        """One output per prompt, in order. params, adapter: for all, or one for each. Refuses all if one cannot run,
+        and warns of those that failed while they ran (`Output.error`).
 
         progress: a bar on standard error; None = if that is a terminal and there are many prompts.
         """
