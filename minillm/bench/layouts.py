@@ -189,8 +189,9 @@ def rows_of(
     unit = "TFLOP/s"
     rows = [BenchRow(name, f"peak {whose} (MFU)", rate / 1e12, peak / 1e12, unit, rate / peak, spread, runs, correct)]
     if on_gpu:
-        expected = training_step(model, 1, seq_len, precision).peak.total / 2**30 if world_size == 1 else None
         held = found.peak_bytes / 2**30
+        step = training_step(model, 1, seq_len, precision, device="cuda") if world_size == 1 else None
+        expected = step.peak.total / 2**30 if step else None
         ratio = expected / held if expected else None
         rows.append(BenchRow(f"{label}: memory", "predicted", held, expected, "GiB", ratio, 0.0, 1, correct))
     if found.hidden is not None:

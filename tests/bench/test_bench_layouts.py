@@ -62,7 +62,7 @@ def test_rows(monkeypatch):
     assert speed.ours == pytest.approx(6 * 1.236e9 * 2048 / 1e12, rel=0.15)  # 6 FLOP a parameter and token, attention
     assert memory.ours == 1.0 and memory.theirs is None and hidden.ratio == 0.5
     (_, alone, _) = rows_of("one", measured, model, seq_len, precision, 1)
-    assert 15 < alone.theirs < 60  # GiB: 16 bytes a parameter and what the step holds
+    assert alone.theirs == pytest.approx(25.18, abs=0.01)  # GiB: 1.03 less than on a CPU, whose norms keep more
 
 
 def test_ranks_draw_the_same_weights():

@@ -11,7 +11,11 @@ Elements per token, in float32 (or float64) where marked *, else in the bytes th
 
 Tensor parallelism divides what lies inside its regions, the last four lines; sequence parallelism divides the norms,
 and their outputs if backward gathers them again. Scores are never kept: the kernel is fused (torch has none for a
-head_dim of 2). Symbols as in `predict.model`. A GPU's fused kernels keep less of a norm: see `planner.memory`.
+head_dim of 2). Symbols as in `predict.model`.
+
+With a fused norm, as on a GPU, in place of what is marked *: a norm h + 1*, its input and 1 / rms; a q/k norm
+(H + H_kv)·d + (H + H_kv)*. Inputs are as wide as the weights. Both of torch's fused attention kernels there, cuDNN's
+and FlashAttention, keep what the CPU's keeps.
 """
 
 from minillm.predict.model import Shape, matmul_parameters
@@ -30,6 +34,7 @@ def block_activation_bytes(
     sequence: bool = False,
     regather: bool = True,
     rows: float | None = None,
+    fused_norms: bool = False,
 ) -> float:
     """Bytes that one block of one of `tp` tensor-parallel ranks keeps for backward; of a mixture of experts if the
     shape has one.
@@ -37,8 +42,8 @@ def block_activation_bytes(
     weights, compute: bytes per element (2, 4 or 8) of the weights and of what matrix products take and give; None: the
     same. Fewer than the weights' is autocast, which also keeps a cast of each weight. sequence, regather: of sequence
     parallelism, see `tensor_parallel.regions.Region`. rows: (token, expert) pairs that this rank's experts compute;
-    None: k per token. A sliding window shorter than seq adds its seq · seq mask. The order of experts' rows, 16·k bytes
-    per token, is held besides.
+    None: k per token. fused_norms: norms are one kernel, as on a GPU. A sliding window shorter than seq adds its
+    seq · seq mask. The order of experts' rows, 16·k bytes per token, is held besides.
 
     Raises ValueError for experts in 16 bits or under autocast, and for autocast on several ranks.
     """
@@ -56,16 +61,17 @@ def block_activation_bytes(
         rows = moe.top_k * batch * seq if rows is None else rows
         mixture = mixture_activation_bytes(shape, batch * seq, rows, weights, tp)
     copies = 3 if heads > 1 and seq > 1 else 2  # one head, or one token, is already laid out as the projection reads it
-    qk_norm = 2 * (q + kv) + heads + kv_heads if shape.qk_norm else 0
+    norm_input = weights if fused_norms else 2 * wide  # bytes per element: without a kernel of its own twice, and wide
+    qk_norm = (q + kv) * norm_input + (heads + kv_heads) * wide if shape.qk_norm else 0
     inputs = 3 + 2 if autocast else 2  # q, k, v and gate, up each cast the norm's output, or share it
     casts = (matmul_parameters(shape) - shape.vocab_size * h) // shape.num_layers if autocast else 0
     mask = seq * seq if shape.sliding_window is not None and shape.sliding_window < seq else 0
 
     tokens, shards = batch * seq, tp if sequence else 1
-    norms = 2 * (2 * h + 1) * (tokens // shards)
+    norms = 2 * (h * norm_input + wide) * (tokens // shards)
     read = (inputs - whole_inputs) * h * (tokens // (shards if regather else 1)) + whole_inputs * h * tokens
     inside = (copies * q + 2 * kv + 4 * f) * tokens
-    return (norms + (heads + qk_norm) * tokens) * wide + (read + inside + mask + casts) * compute + mixture
+    return norms + (heads * wide + qk_norm) * tokens + (read + inside + mask + casts) * compute + mixture
 
 
 def mixture_activation_bytes(shape: Shape, tokens: int, rows: float, itemsize: int = 4, tp: int = 1) -> float:

@@ -15,7 +15,9 @@ soon as its first gradient is there. T = tokens of a microbatch on this rank, f 
 (token, expert) pairs that a rank's experts compute.
 
 On the CPU. One rank: every precision, recomputation or not; activations to the byte that `measure.memory` counts, the
-peak within 2 % (with experts, in float32, both within 1 %). Several ranks: float32 and 1F1B, the peak within 5 %.
+peak within 2 % (with experts, in float32, both within 1 %). Several ranks: float32 and 1F1B, the peak within 5 %. On a
+GPU: one rank that computes in 16 bits. Its norms are one kernel, which keeps its input alone; what its allocator rounds
+up and the work space of its libraries are not counted.
 """
 
 from collections.abc import Sequence
@@ -89,17 +91,30 @@ class StepMemory:
 
 
 def training_step(
-    shape: Shape, batch: int, seq: int, precision: str = "fp32", *, accumulate: int = 1, recompute: bool = False
+    shape: Shape,
+    batch: int,
+    seq: int,
+    precision: str = "fp32",
+    *,
+    accumulate: int = 1,
+    recompute: bool = False,
+    device: str = "cpu",
 ) -> StepMemory:
     """One step of one rank, of `accumulate` microbatches of [batch, seq] tokens.
 
-    precision: a name of `RECIPES`; recompute: every block keeps its input only. Raises ValueError for another name, and
-    for experts in anything but float32.
+    precision: a name of `RECIPES`; recompute: every block keeps its input only; device: "cpu" or "cuda". Raises
+    ValueError for another name, for experts in anything but float32, and on a GPU for float32 and for a sliding window
+    shorter than seq, with which it depends on GPU and version what torch's attention keeps.
     """
     if precision not in RECIPES:
         raise ValueError(f"no formula for precision {precision!r}: use one of {', '.join(RECIPES)}.")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"no formula for device {device!r}: use cpu or cuda.")
+    has_mask = shape.sliding_window is not None and shape.sliding_window < seq
+    if device == "cuda" and (RECIPES[precision].compute > 2 or has_mask):
+        raise ValueError("what a GPU holds is known in 16 bits without a sliding window: take bf16, or device='cpu'.")
     layout = Layout(micro_batch=batch, microbatches=accumulate, recompute="full" if recompute else "none")
-    return _Stage(shape, layout, seq, 0, None, RECIPES[precision]).step()
+    return _Stage(shape, layout, seq, 0, None, RECIPES[precision], fused_norms=device == "cuda").step()
 
 
 def rank_step(
@@ -124,6 +139,7 @@ class _Stage:
         stage: int,
         arrived: Sequence[float] | None,
         recipe: Recipe,
+        fused_norms: bool = False,
     ) -> None:
         self.shape, self.layout, self.recipe = shape, layout, recipe
         self.is_first, self.is_last = stage == 0, stage == layout.pp - 1
@@ -144,9 +160,10 @@ class _Stage:
         between = self.tokens // (t if layout.sequence else 1)  # tokens of this rank between tensor-parallel regions
         self.rows = self.tokens * shape.hidden_size * recipe.compute
         self.stream = between * shape.hidden_size * recipe.state.parameter  # the residual stream between two blocks
-        self.is_narrow = recipe.state.parameter < recipe.wide  # 16-bit weights: norms keep float32 copies beside it
-        self.beside = self.stream if self.is_narrow else 0
-        self.norm = 2 * between * shape.hidden_size * recipe.wide + self.tokens * recipe.wide  # the last one
+        self.is_narrow = recipe.state.parameter < recipe.wide  # 16-bit weights
+        self.beside = self.stream if self.is_narrow and not fused_norms else 0  # norms keep float32 copies beside it
+        normed = self.stream if fused_norms else 2 * between * shape.hidden_size * recipe.wide
+        self.norm = normed + self.tokens * recipe.wide  # what the last one keeps
         width = -(-shape.intermediate_size // t)
         self.inner = self.tokens * width * recipe.compute
         self.weight = shape.hidden_size * width * recipe.state.gradient  # gradient of one matrix of an MLP
@@ -161,7 +178,7 @@ class _Stage:
         self.arrived = arrived or [chosen] * len(self.units.blocks)
         order = 2 * ID * sum(chosen + (rows if layout.ep > 1 else 0) for rows in self.arrived)  # and its inverse
         where = shape, layout.micro_batch, local_seq, size, recipe.compute
-        how = {"tp": layout.tp, "sequence": layout.sequence}
+        how = {"tp": layout.tp, "sequence": layout.sequence, "fused_norms": fused_norms}
         blocks = [block_activation_bytes(*where, **how, rows=rows) for rows in self.arrived]
         self.block, self.recomputes = blocks[-1], layout.recompute == "full"
         saved = len(blocks) * self.stream if self.recomputes else sum(blocks)

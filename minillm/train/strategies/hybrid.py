@@ -129,7 +129,7 @@ class Hybrid(SingleDevice):
                 gradient_groups=self._gradient_groups,
                 pipelined=bool(self.layout.order),
             )
-        elif self.layout.zero == 0 and (self.averaged_over > 1 or not self.groups.is_split):
+        elif self.layout.zero == 0 and self.averaged_over > 1:  # buckets are whole gradients that one rank has anyway
             wrap, groups = self.wrap_with, self._gradient_groups
             wrap = functools.partial(wrap, gradient_groups=groups) if groups else wrap  # which some forms do not have
             self.module = wrap(model, self.groups.replicas)

@@ -8,12 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minillm.comm import launch
 from minillm.data import Tokens
 from minillm.measure import memory
 from minillm.model import ModelConfig, MoEConfig, Transformer
 from minillm.predict.training.activations import block_activation_bytes
 from minillm.predict.training.memory import RECIPES, training_step
 from minillm.train import PRECISIONS, TrainConfig, Trainer
+from minillm.train.parallel_config import ParallelConfig
+from minillm.train.strategies.hybrid import make_strategy
 from tests.engine.predict.test_model_formulas import configs
 
 pytestmark = pytest.mark.drawn(2)
@@ -72,14 +75,18 @@ SHAPES = {
 
 def held_in_a_step(config, precision, batch, seq, **options):
     """What one step of the trainer held at most, by kind."""
-    array = np.random.default_rng(0).integers(0, config.vocab_size, 8192).astype(np.uint16)
-    tokens = Tokens(array, config.vocab_size, 0, 1, len(array))
-    chosen = TrainConfig(config, seq_len=seq, batch_size=batch, precision=precision, **options)
-    with Trainer(chosen, tokens, workers=0) as trainer:
+    with trainer_of(config, precision, batch, seq, **options) as trainer:
         trainer.step()  # makes the moments
         with memory(trainer.model, trainer.optimizer) as held:
             trainer.step()
     return held.peak
+
+
+def trainer_of(config, precision, batch, seq, parallel=None, **options):
+    array = np.random.default_rng(0).integers(0, config.vocab_size, 8192).astype(np.uint16)
+    tokens = Tokens(array, config.vocab_size, 0, 1, len(array))
+    chosen = TrainConfig(config, seq_len=seq, batch_size=batch, precision=precision, **options)
+    return Trainer(chosen, tokens, workers=0, parallel=parallel)
 
 
 @pytest.mark.drawn(3)
@@ -115,6 +122,24 @@ def test_a_whole_step_of_experts(moe, batch, seq, accumulate):
     found = held_in_a_step(config, "fp32", batch, seq, accumulate=accumulate)
     step = training_step(config, batch, seq, accumulate=accumulate)
     assert (step.most("activations"), step.peak.total) == pytest.approx((found.activation, found.total), rel=0.01)
+
+
+def test_one_rank_of_a_group_holds_what_one_process_does():
+    """No buckets of gradients, which would stay from step to step."""
+    (found,) = launch(held_by_one_rank, 1)
+    assert found == pytest.approx(training_step(SHAPES["grouped, tied"], 8, 96, "bf16").peak.total, rel=0.02)
+
+
+def held_by_one_rank(group):
+    config = SHAPES["grouped, tied"]
+    with (
+        make_strategy(group, ParallelConfig()) as parallel,
+        trainer_of(config, "bf16", 8, 96, parallel) as trainer,
+        memory(trainer.model, trainer.optimizer) as held,  # from the first step on: it would see no idle bucket
+    ):
+        trainer.step()
+        trainer.step()
+    return held.peak.total
 
 
 def test_moments_of_the_peak():
