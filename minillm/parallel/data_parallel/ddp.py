@@ -89,6 +89,7 @@ class _Replicated(nn.Module):
         raise ValueError(f"a {type(self).__name__} belongs to this process's group: copy or save its .module instead.")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.reducer.free_idle()
         if torch.is_grad_enabled() and self.reducer.sync:
             self.reducer.expect()
         return self.module(*args, **kwargs)

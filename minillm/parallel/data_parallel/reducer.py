@@ -74,6 +74,12 @@ class Reducer:
         """A backward is coming: from now on `finish` takes part in its reduction, even if no gradient arrives here."""
         self._expected = not self.is_closed
 
+    def free_idle(self) -> None:
+        """Frees buckets whose gradients have gone, as after `zero_grad(set_to_none=True)`: forward needs the room."""
+        for index, bucket in enumerate(self.buckets):
+            if self._flats[index] is not None and all(p.grad is None for p in bucket.parameters):
+                self._flats[index] = self._views[index] = None
+
     def close(self) -> None:
         """Take the hooks off the parameters, and never take part in a reduction again."""
         self.is_closed = True
