@@ -21,7 +21,6 @@ from typing import Annotated
 import torch
 import typer
 
-from minillm.comm.launch.device import may_share
 from minillm.measure.provenance import provenance, summary, write_json
 
 ROOT = Path(__file__).parents[2]
@@ -38,14 +37,13 @@ TAIL = 15  # lines shown of a part that failed
 @dataclass(frozen=True)
 class Part:
     """argv: arguments of Python; {json} stands for the file of its results, {tests} for `tests()`. gpus: how many it
-    needs at least; shares: ranks that share one GPU (`device.may_share`) prove as much."""
+    needs at least."""
 
     name: str
     about: str
     argv: tuple[str, ...]
     limit_s: float
     gpus: int = 1
-    shares: bool = False
 
     @property
     def file(self) -> str | None:
@@ -78,7 +76,6 @@ PARTS = (  # what matters most comes first: time may run out
         (*PYTEST, RANKS),
         330,
         gpus=2,
-        shares=True,
     ),
     Part("tests", "kernels, engine and offloading on one GPU", (*APART, "{tests}"), 240),
     _bench("layouts", "a training step of a 1B-shaped model in each layout", 240, "layouts"),
@@ -138,7 +135,7 @@ def run(parts: Sequence[Part], out: Path, gpus: int, limit_s: float) -> list[Out
 
 def _skipped(part: Part, gpus: int, left_s: float) -> Outcome | None:
     why = None
-    if part.gpus > gpus and not (part.shares and may_share()):
+    if part.gpus > gpus:
         why = f"it needs {part.gpus} GPUs, and there is {gpus}"
     elif left_s <= 0:
         why = "no time was left"

@@ -43,12 +43,12 @@ SHORT = {
     "06": SCHEDULES,
     "07": ("traffic", "offsets"),
     "08": ("traffic",),
-    "09": ("torch_mesh", "bug_hunt"),
+    "09": ("torch_mesh", "bug_hunt", "scaling"),
     "10": ("slow", "hang", "rank_0"),
     "11": ("dealt", "two_jobs", "torch_sampler", "cell of experiments.dealt", "cell of experiments.torch_loader"),
     "17": ("reduced_twice", "cell of rank_programs.train_twice"),
     "18": ("hidden",),
-    "22": ("factor_under_adam", "slow-with-clipping", "two-gpus-one-run"),
+    "22": ("factor_under_adam", "slow-with-clipping", "two-gpus-one-run", "fourth-step"),
     "23": ("shards_are_reduced", "optimizer_states_stay", "barrier_moves_weights"),
 }
 ON_RANKS = ("00", "01", "03", "04", "05", "06", "07", "08", "09", "10", "11", "17", "18", "22", "23")
