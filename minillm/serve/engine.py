@@ -76,10 +76,9 @@ class LLM:
         adapter: str | list[str | None] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
-        """One output per prompt, in order. params, adapter: for all, or one for each. Refuses all if one cannot run,
-        and warns of those that failed while they ran (`Output.error`).
+        """One output per prompt, in order. Refuses all if one cannot run; warns of those that fail (`Output.error`).
 
-        progress: a bar on standard error; None = if that is a terminal and there are many prompts.
+        params, adapter: for all, or one for each. progress: a bar; None = on a terminal, if there are many prompts.
         """
         each = zip(pairs(prompts, params), adapter_of_each(prompts, adapter), strict=True)
         mine = [self.requests.request(*asked, adapter=name, awaited=True) for asked, name in each]
@@ -119,10 +118,8 @@ class LLM:
         adapter: str | None = None,
     ) -> str:
         """Queues a request and returns its id. priority: lower is sooner. salt: shares cached prefixes with its like.
-        adapter: the name of one; None = the base alone.
-
-        ValueError for what can never run, RuntimeError while the queue is full (`max_waiting`).
-        """
+        adapter: the name of one; None = the base alone. ValueError for what can never run, RuntimeError while the queue
+        is full (`max_waiting`)."""
         options = {"priority": priority, "salt": salt, "timeout_s": timeout_s, "adapter": adapter}
         request = self.requests.request(prompt, params, **options)
         self.requests.submit(request, request_id)
@@ -138,10 +135,8 @@ class LLM:
         return len(self.requests)
 
     def step(self) -> list[Output]:
-        """One forward pass, if there is anything to compute. Returns what ended since the last call, each once.
-
-        What a `generate` or a `stream` added is theirs and not among it.
-        """
+        """One forward pass, if there is anything to compute. Returns what ended since the last call, each once, but not
+        what a `generate` or a `stream` added."""
         self.advance()
         with self.stepping:
             return [output_of(self.requests.ended.popleft()) for _ in range(len(self.requests.ended))]

@@ -19,9 +19,8 @@ GROUP_BYTES, GPU_GROUP_BYTES = 1 << 20, 1 << 28  # keys and values that are gath
 class Gathered:
     """Copies the keys and values of like sequences together and leaves the rest to torch's fused kernel.
 
-    Sequences with equally many queries stand in order of length, cut into groups whose keys stay in a core's cache
-    between copy and product: few calls, little padding. All are aligned at their last key; where a shorter one has no
-    key, its first is read and masked.
+    Sequences with equally many queries stand in order of length, in groups whose keys stay in a core's cache between
+    copy and product. All are aligned at their last key; where a shorter one has no key, its first is read and masked.
     """
 
     def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, **options) -> Tensor:

@@ -7,8 +7,8 @@
 
 One all-reduce per tensor pays the latency of each, a single one at the end hides nothing. A bucket is large enough for
 the first and early enough for the second; the first one is small, so that communication starts soon. Buckets start in
-the same order on every rank, which is what keeps collectives from crossing. (Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.)
+the same order on every rank, so that collectives do not cross. (Li et al., "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training", VLDB 2020, section 3.2.)
 """
 
 import contextlib
@@ -29,10 +29,8 @@ class Reducer:
 
     names: of all trained parameters, each in one of the buckets.
     groups: the ranks whose gradients are averaged, of each of these groups in turn.
-    reduce: (bucket, flat) -> Work starts the reduction of one bucket.
-    overlap: False to start nothing before backward is over.
-    find_unused: whether a parameter may get no gradient. If so, it counts as zero where another rank has one, and
-        `.grad` stays None where no rank has; if not, that is an error which names it.
+    reduce: (bucket, flat) -> Work starts the reduction of one bucket. overlap: False: not before backward is over.
+    find_unused: whether a parameter may get none, which is then zero, or None on all ranks; if not, an error names it.
 
     Wrapping a parameter again closes its previous Reducer. Copies of a parameter are not hooked.
     """
@@ -123,14 +121,13 @@ class Reducer:
             self._start()
 
     def _at_end_of_backward(self) -> None:
-        """Checkpointing with use_reentrant=True runs a backward inside of a node of the outer one, which goes on."""
+        """Checkpointing with use_reentrant=True runs a backward inside a node of the outer one, which goes on."""
         is_inner = torch._C._current_autograd_node() is not None
         if not (is_inner and any(self._waiting_for)):
             self.finish()
 
     def _attach(self, p: nn.Parameter) -> None:
-        """Make p.grad a view into its bucket: a gradient made after `zero_grad(set_to_none=True)`, one that the user
-        put there and one in a bucket of an earlier packing are copied."""
+        """Make p.grad a view into its bucket; a gradient that lies elsewhere is copied there."""
         index, place = self._place[p]
         if self._flats[index] is None:
             self._flats[index] = self.buckets[index].empty()
@@ -154,12 +151,9 @@ class Reducer:
         self._works[index].wait()
 
     def finish(self) -> None:
-        """Start what has not started, wait for all of it. Runs by itself at the end of each synchronised backward;
-        calling it again does nothing. Parameters without a gradient take part with zeros, so that no rank waits for
-        ever.
-
-        ValueError: a parameter got no gradient and `find_unused` is False. The rank that lacks it says so.
-        """
+        """Start what has not started, wait for all of it. Runs by itself at the end of each synchronised backward, and
+        only once. Parameters without a gradient take part with zeros, so that no rank waits for ever; ValueError on the
+        rank that lacks one, unless `find_unused`."""
         if not self._expected:
             return
         unused = [p for p in self.names if p.grad is None and p not in self._seen]
@@ -181,8 +175,7 @@ class Reducer:
         self._report(order, [] if self.find_unused else missing)
 
     def _unused_anywhere(self, unused: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """Of those without gradient here, the ones that have none on any rank: with find_unused, one byte for each
-        parameter tells."""
+        """Of those without gradient here, those without on any rank: with find_unused, a byte for each tells."""
         if not self.find_unused:
             return unused
         without = set(unused)
