@@ -151,8 +151,8 @@ class Reducer:
         self._works[index].wait()
 
     def finish(self) -> None:
-        """Start what has not started, wait for all of it. Runs by itself at the end of each synchronised backward, and
-        only once. Parameters without a gradient take part with zeros, so that no rank waits for ever; ValueError on the
+        """Start what has not started, wait for all of it. Runs by itself at the end of each synchronised backward;
+        again it does nothing. Parameters without a gradient take part with zeros, so that no rank waits for ever; ValueError on the
         rank that lacks one, unless `find_unused`."""
         if not self._expected:
             return
@@ -175,7 +175,7 @@ class Reducer:
         self._report(order, [] if self.find_unused else missing)
 
     def _unused_anywhere(self, unused: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """Of those without gradient here, those without on any rank: with find_unused, a byte for each tells."""
+        """Which of these have no gradient on any rank either: with find_unused, one byte for each parameter tells."""
         if not self.find_unused:
             return unused
         without = set(unused)

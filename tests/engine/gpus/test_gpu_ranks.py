@@ -1,7 +1,7 @@
 """With a GPU for each rank: the oracle, the labs' scripts, a profiled step of each layout and checkpoints, on NCCL.
 
 Every test takes as many of the GPUs as it needs and is skipped where there are fewer; `make cuda` gathers them. Where
-NCCL lets ranks share a GPU, four share it: all is proven but what is hidden, for they take turns on it.
+NCCL lets ranks share a GPU, four share it and take turns, so that nobody asks what is hidden.
 """
 
 import math
