@@ -151,9 +151,9 @@ class Reducer:
         self._works[index].wait()
 
     def finish(self) -> None:
-        """Start what has not started, wait for all of it. Runs by itself at the end of each synchronised backward; again
-        it does nothing. Parameters without a gradient take part with zeros, so that no rank waits for ever. ValueError
-        on the rank that lacks one, unless `find_unused`."""
+        """Start what has not started, wait for all of it. Backward ends with it if it is synchronised; calling it again
+        does nothing. Parameters without a gradient take part with zeros, so that no rank waits for ever. ValueError on
+        the rank that lacks one, unless `find_unused`."""
         if not self._expected:
             return
         unused = [p for p in self.names if p.grad is None and p not in self._seen]
