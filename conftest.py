@@ -24,10 +24,11 @@ from xdist.scheduler import LoadScopeScheduling
 from minillm.comm.launch import forkserver
 
 ROOT = Path(__file__).parent
-# The notebooks of `make test`; `make full` draws of the others.
+# The notebooks of `make test`.
 QUICK = {"labs": ("21",), "solutions": ("20",)}
-# One in so many of the others: what a solution shows was made by this very code, or `notebooks --check` fails.
-DRAWN = {"labs": 8, "solutions": 3}
+# `make full` draws one in so many of the other notebooks (what a solution shows was made by this very code, or
+# `notebooks --check` fails) and, of each folder's tests that are `full` and say nothing themselves, one in so many.
+DRAWN = {"labs": 8, "solutions": 3, "tests": 3}
 APART = ("tests/bench/", "tests/course/exercises/", "tests/engine/oracle/", "tests/browser/")
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -79,8 +80,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Most notebooks belong to `make full`, which draws some of them. Where a test or a module is marked `drawn(n)`,
-    one in n of its cases is kept, of those that are `full` and of the others."""
+    """Most notebooks belong to `make full`, which draws of them and of its tests. Where a test or a module is marked
+    `drawn(n)`, one in n of its cases is kept, of those that are `full` and of the others; with 1, all."""
     draws = {}  # (where, n): {what is drawn: its items}
     for item in items:
         if item.path.suffix == ".ipynb":
@@ -88,9 +89,14 @@ def pytest_collection_modifyitems(config, items):
             if item.path.name[:2] not in QUICK.get(folder, ()):
                 item.add_marker(pytest.mark.full)
                 draws.setdefault((folder, DRAWN.get(folder, 1)), {}).setdefault(str(item.path), []).append(item)
+            continue
+        full = bool(item.get_closest_marker("full"))
         for node, mark in item.iter_markers_with_node("drawn"):
-            where = f"{node.nodeid.partition('[')[0]} {bool(item.get_closest_marker('full'))}"
+            where = f"{node.nodeid.partition('[')[0]} {full}"
             draws.setdefault((where, *mark.args), {})[item.nodeid] = [item]
+        if full and not item.get_closest_marker("drawn"):
+            folder = str(item.path.parent.relative_to(config.rootpath))
+            draws.setdefault((folder, DRAWN["tests"]), {})[item.nodeid] = [item]
     if os.environ.get("MINILLM_PROOF") == "all" or _names_a_file(config) or config.option.keyword:
         return  # whoever names tests, by file or with -k, gets all of them
     left_out = set()

@@ -13,7 +13,9 @@ reference, the same tokens but for rounding, whether the nucleus is two tokens o
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -38,28 +40,51 @@ def run(repeats: int = 5, sizes: Sequence[int] = SEQUENCES) -> list[BenchRow]:
     here = str(Path(minillm.__file__).parents[1])
     peer = os.environ.get("MINILLM_PEER", here)
     name = "this engine" if peer == here else "another checkout's engine"
-    rows = [_engine_row(f"engine overhead, {n} sequences", name, (here, n), (peer, n), repeats) for n in sizes]
-    if tuple(sizes) == SEQUENCES:
-        title = "engine overhead, {} sequences of {:,} tokens".format(*LONG)
-        rows.append(_engine_row(title, name, (here, *LONG), (peer, *LONG), repeats))
-        title, plain = f"asynchronous scheduling, {LONG[0]} sequences", (here, LONG[0], ready_model.PROMPT)
-        rows.append(_engine_row(title, "without it", (*plain, 1), plain, repeats))
-        rows += [_sampler_row(kind, spread, repeats) for kind, spread in SPREADS.items()]
+    with _engine(here) as ours, _engine(peer) as theirs:
+        rows = [_engine_row(f"engine overhead, {n} sequences", name, (ours, n), (theirs, n), repeats) for n in sizes]
+        if tuple(sizes) == SEQUENCES:
+            title = "engine overhead, {} sequences of {:,} tokens".format(*LONG)
+            rows.append(_engine_row(title, name, (ours, *LONG), (theirs, *LONG), repeats))
+            title, plain = f"asynchronous scheduling, {LONG[0]} sequences", (ours, LONG[0], ready_model.PROMPT)
+            rows.append(_engine_row(title, "without it", (*plain, 1), plain, repeats))
+            rows += [_sampler_row(kind, spread, repeats) for kind, spread in SPREADS.items()]
     return rows
 
 
 def _engine_row(title: str, peer: str, ours: tuple, theirs: tuple, repeats: int) -> BenchRow:
-    compared = side_by_side(lambda: True, lambda: _measure(*ours), lambda: _measure(*theirs), repeats)
+    """ours, theirs: an engine, then what `ready_model.microseconds_per_step` takes."""
+
+    def sample(engine: Callable[..., float], *work: int) -> Callable[[], float]:
+        return lambda: engine(*work)
+
+    compared = side_by_side(lambda: True, sample(*ours), sample(*theirs), repeats)
     return bench_row(title, peer, compared, "µs per step", scale=1e6)
 
 
-def _measure(folder: str, *work: int) -> float:
-    """Seconds per step, in a process of its own. work: what `ready_model.microseconds_per_step` takes."""
-    command = [sys.executable, ready_model.__file__, *map(str, work)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"the engine in {folder} cannot be measured: {done.stderr.strip().splitlines()[-1]}")
-    return float(done.stdout) / 1e6
+@contextmanager
+def _engine(folder: str) -> Iterator[Callable[..., float]]:
+    """A function that gives seconds per step of the engine in a folder, in one process of its own."""
+    command, environment = [sys.executable, ready_model.__file__], os.environ | {"PYTHONPATH": folder}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, env=environment, stderr=errors, **pipes) as process,
+    ):
+
+        def answer() -> str:
+            if line := process.stdout.readline():
+                return line
+            process.wait()
+            errors.seek(0)
+            said = errors.read().strip().splitlines() or [f"it ended with status {process.returncode}"]
+            raise ValueError(f"the engine in {folder} cannot be measured: {said[-1]}")
+
+        def seconds(*work: int) -> float:
+            print(*work, file=process.stdin, flush=True)
+            return float(answer()) / 1e6
+
+        answer()  # that it is ready
+        yield seconds
 
 
 def _sampler_row(kind: str, spread: float, repeats: int) -> BenchRow:

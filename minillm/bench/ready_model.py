@@ -1,7 +1,9 @@
 """An engine whose model costs nothing: what is left is the host's own work. Also a script, for another checkout.
 
-PYTHONPATH=/another/checkout python minillm/bench/ready_model.py 64 2048      prints microseconds per step
-                                                       ready_model.py 64 2048 1    ... with asynchronous scheduling
+PYTHONPATH=/another/checkout python minillm/bench/ready_model.py
+
+It says `ready`, then reads lines `sequences [prompt [1 for asynchronous scheduling]]`, such as `64 2048`, and prints
+the microseconds per step of each.
 """
 
 import statistics
@@ -61,4 +63,6 @@ def microseconds_per_step(sequences: int, prompt: int = PROMPT, async_scheduling
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(microseconds_per_step(*map(int, sys.argv[1:])))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(microseconds_per_step(*map(int, line.split())), flush=True)

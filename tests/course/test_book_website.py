@@ -16,6 +16,7 @@ from course.kit import course
 from tests.browser.jupyterlab import ARTIFACTS, CHROMIUM, FLAGS, REPO, STEP_S, marks, playwright
 
 pytest.importorskip("sphinx", reason="sphinx is not installed: make book")
+pytestmark = pytest.mark.drawn(1)  # what costs is the one build of the book
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "object": "data"}
 LAB = "labs/01_collectives.html"
 

@@ -62,6 +62,7 @@ def _leads_into(link, folder):
 
 
 @pytest.mark.full
+@pytest.mark.drawn(1)
 def test_the_story_runs_to_its_end(tmp_path):
     if missing := [name for name in ("bash", "curl") if not shutil.which(name)]:
         pytest.skip(f"{', '.join(missing)} not installed")

@@ -76,12 +76,14 @@ def test_what_failed_is_drawn_again(run, tmp_path):
     assert seeds[0] == seeds[1]
 
 
-def test_of_what_is_marked_drawn_a_part_runs_unless_the_file_is_named(run, tmp_path):
-    case = "import pytest\n\n@pytest.mark.full\n@pytest.mark.drawn(3)\n@pytest.mark.parametrize('n', range(7))\n"
+@pytest.mark.parametrize("mark, kept", [("drawn(2)", 4), ("drawn(1)", 7), ("full", 3)])
+def test_of_what_is_drawn_a_part_runs_unless_the_file_is_named(mark, kept, run, tmp_path):
+    """What is `full` and does not say how often it runs does in one run of three."""
+    case = f"import pytest\n\n@pytest.mark.full\n@pytest.mark.{mark}\n@pytest.mark.parametrize('n', range(7))\n"
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_cases.py").write_text(
         f"{case}def test_case(n):\n    pass\n\ndef test_quick():\n    pass\n"
     )
-    for arguments, passed in ((("tests", "-m", "full"), 3), (("tests",), 1), (("tests/test_cases.py",), 8)):
+    for arguments, passed in ((("tests", "-m", "full"), kept), (("tests",), 1), (("tests/test_cases.py",), 8)):
         status, printed = run(*arguments)
         assert status == 0 and f"{passed} passed" in printed, printed

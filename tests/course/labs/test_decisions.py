@@ -283,6 +283,7 @@ def test_the_five_questions_are_asked_in_order():
         assert experiments_limits.limit(replace(sound, **change)) == found
 
 
+@pytest.mark.full
 def test_requests_are_timed_one_by_one_in_a_process_of_their_own():
     assert len(experiments_cold.in_a_new_process(3)) == 4
 

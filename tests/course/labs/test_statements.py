@@ -17,7 +17,7 @@ def rows_of(key):
     return STATEMENTS[key].run()
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("key", STATEMENTS)
 def test_a_statement_is_whole_and_its_rows_hold(key):
     its = STATEMENTS[key]

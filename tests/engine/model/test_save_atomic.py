@@ -49,6 +49,7 @@ def kill_at(monkeypatch, step):
     return count
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("before, after", itertools.product(LAYOUTS, LAYOUTS))
 def test_killed_at_any_step(before, after, tmp_path):
     seen = set()

@@ -60,12 +60,14 @@ def test_one_layout_of_every_axis_on_the_other_backend(backend):
     check(dict(list(one_per_axis(backend).items())[1 - backend :: 2]), backend)
 
 
+@pytest.mark.drawn(2)
 @backends
 def test_drawn_layouts_of_two_and_four_ranks_equal_one_process(backend):
     check(dict(list(draw(SEED, 6, SMALL).items())[backend::2]), backend)
 
 
 @pytest.mark.full
+@pytest.mark.drawn(1)
 @backends
 def test_drawn_layouts_equal_one_process(backend):
     check(every_second(draw(SEED + 1, COUNT, ALL), backend), backend)

@@ -10,6 +10,7 @@ from minillm.__main__ import run
 from minillm.equivalence import SPLIT_CASES, ParallelConfig, compare
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "layout", "parameter"),
     [

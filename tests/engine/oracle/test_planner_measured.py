@@ -38,6 +38,7 @@ def check(ranks: int, chosen: list[ParallelConfig], model: ModelConfig = planner
 long = pytest.mark.skipif(os.environ.get("MINILLM_PROOF") != "all", reason="a minute; MINILLM_PROOF=all runs it")
 
 
+@pytest.mark.full
 def test_two_ranks_send_and_hold_what_is_predicted():
     check(2, planner.layouts(2)[2::2])
 

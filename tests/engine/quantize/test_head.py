@@ -53,6 +53,7 @@ def test_its_bytes_are_counted_and_it_moves_with_the_model():
     assert isinstance(there.head_logits.codes, QuantizedLinear) and there.head_logits.codes.codes.is_meta
 
 
+@pytest.mark.full
 def test_of_the_committed_target_it_changes_a_byte_by_less_than_a_thousandth():
     original = load_hf(folder_of("target"), dtype=torch.float32)
     model = copy.deepcopy(original)

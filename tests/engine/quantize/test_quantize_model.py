@@ -222,6 +222,7 @@ def test_awq_and_gptq_are_no_worse_than_round_to_nearest_on_any_layer_of_the_tar
         assert awq <= nearest * 1.0001 and by_gptq <= nearest, name
 
 
+@pytest.mark.full
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("settings", "most"),
