@@ -299,7 +299,7 @@ def fast_tokenizer() -> Receipt | str:
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError:
-        return "transformers is not installed: pip install 'transformers>=5,<6' to compare"
+        return "transformers is not installed: pip install 'transformers>=5.18,<6' to compare"
     from minillm.data.tokenizer import COMMITTED
 
     text = experiments.held_out_text()

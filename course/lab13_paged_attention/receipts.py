@@ -249,7 +249,7 @@ def transformers_pages() -> Receipt:
     try:
         theirs = peer.transformers_pages()
     except ImportError:
-        return receipt("transformers is not installed here: pip install 'transformers>=5,<6'", [])
+        return receipt("transformers is not installed here: pip install 'transformers>=5.18,<6'", [])
     default = theirs["default_page"]
     return receipt(
         "transformers' paged cache, pages of 16",

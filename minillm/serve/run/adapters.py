@@ -10,7 +10,7 @@ An adapter's number and digest are where its prefixes begin in the cache, see `c
 on its values, and whether a planned step computes them on whether it could be loaded.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,6 @@ from minillm.model.parts import blocks_of
 from minillm.serve.run.optimise import CompiledBlock
 from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Plan, State
-from minillm.serve.schedule.sequence import Sequence as Scheduled
 
 if TYPE_CHECKING:
     from minillm.adapters.store import AdapterStore
@@ -57,9 +56,8 @@ def hold_adapters(plan: Plan, store: "AdapterStore", scheduler: Scheduler, end: 
     plan.batch = sorted(batch, key=lambda each: -1 if each[0].adapter is None else each[0].adapter)
 
 
-def adapters_of(sequences: Sequence[Scheduled]) -> np.ndarray | None:
-    """`StepInputs.adapters`."""
-    numbers = [sequence.adapter for sequence in sequences]
+def adapters_of(numbers: list[int | None]) -> np.ndarray | None:
+    """`StepInputs.adapters`, of each sequence's own."""
     if numbers.count(None) == len(numbers):
         return None
     from minillm.adapters.grouped import NO_ADAPTER

@@ -22,6 +22,7 @@ from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.sequence import Plan
 
 NOTHING = np.zeros(0, np.int64)
+NO_IDS, NO_MOVES = (NOTHING, NOTHING), NOTHING.reshape(-1, 3)
 # A sample whose last token the step computes; its place in the plan; the first of its rows of the logits, and the end.
 Ready = tuple[Sample, int, int, int]
 
@@ -88,20 +89,23 @@ class InputBuilder:
         """
         flat: list[int] = []
         wanted: list[int] = []
-        num_samples = 0
+        ready, drafts = step.ready, step.drafts
         for place, ((sequence, count), start) in enumerate(zip(step.plan.batch, step.starts, strict=True)):
             sequence.forwarded += count
-            flat += sequence.tokens[start : start + count]
-            flat += step.drafts.get(place, ())
+            if count == 1:  # as in nearly all steps
+                flat.append(sequence.tokens[start])
+            else:
+                flat += [*sequence.tokens[start : start + count], *drafts.get(place, ())]
             num_drafts = start + count - len(sequence.tokens)
             if num_drafts >= 0:
-                step.ready.append((sequence, place, len(wanted), len(wanted) + 1 + num_drafts))
-                wanted += range(len(flat) - 1 - num_drafts, len(flat))
-                num_samples += sequence.num_seqs
+                ready.append((sequence, place, len(wanted), len(wanted) + 1 + num_drafts))
+                wanted += range(len(flat) - 1 - num_drafts, len(flat) - 1) if num_drafts else ()
+                wanted.append(len(flat) - 1)
         places, blocks = self.table_rows.take_changes()
-        step.forks = num_samples > len(step.ready)
-        allowed_rows, allowed_ids = allowed_first((sample, first) for sample, _, first, _ in step.ready)
-        is_greedy = all([sample.request.params.greedy_only for sample, _, _, _ in step.ready])
+        step.forks = any([sample.num_seqs > 1 for sample, _, _, _ in ready])
+        params = [sample.request.params for sample, _, _, _ in ready]
+        allowed_rows, allowed_ids = allowed_first(ready) if any([each.first_tokens for each in params]) else NO_IDS
+        is_greedy = all([each.greedy_only for each in params])
         sampling = self._sampling(step, is_greedy) if sampled and step.ready else None
         moves = self.pool.take_moves()  # last: if anything above raises, the next step carries them out
         return StepInputs(
@@ -109,7 +113,7 @@ class InputBuilder:
             starts=np.array(step.starts, np.int64),
             counts=np.array([count for _, count in step.plan.batch], np.int64),
             rows=np.array(step.rows, np.int64),
-            moves=np.array(moves, np.int64).reshape(-1, 3),
+            moves=np.array(moves, np.int64) if moves else NO_MOVES,
             table_places=places,
             table_blocks=blocks,
             wanted=np.array(wanted, np.int64),
@@ -118,7 +122,7 @@ class InputBuilder:
             hidden=hidden,
             sampling=sampling,
             largest_only=is_greedy,
-            adapters=adapters_of([sequence for sequence, _ in step.plan.batch]),
+            adapters=adapters_of([sequence.adapter for sequence, _ in step.plan.batch]),
             sends=NOTHING if self.sends_of is None else self.sends_of(step),
         )
 

@@ -36,9 +36,10 @@ class TableRows:
                 row = self._new_row(sequence, sequences)
             if held[row] != sequence.blocks:
                 self._write(row, sequence.blocks)
-            if self.kinds == 2 and held[second + row] != sequence.windowed.blocks:
-                self._write(second + row, sequence.windowed.blocks)
             rows.append(row)
+        for row, sequence in zip(rows, sequences, strict=True) if self.kinds == 2 else ():
+            if held[second + row] != sequence.windowed.blocks:
+                self._write(second + row, sequence.windowed.blocks)
         return rows, [[held[first + row] for row in rows] for first in range(0, len(held), second)]
 
     def _write(self, row: int, blocks: list[int]) -> None:

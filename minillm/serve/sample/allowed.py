@@ -10,11 +10,11 @@ from minillm.serve.requests.request import Sample
 from minillm.serve.sample.reference import RULED_OUT
 
 
-def allowed_first(ready: Iterable[tuple[Sample, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """(rows of the logits, token ids). ready: samples that get tokens, and the first row of each."""
+def allowed_first(ready: Iterable[tuple[Sample, int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(rows of the logits, token ids). ready: samples that get tokens, as of `Step.ready`."""
     rows: list[int] = []
     ids: list[int] = []
-    for sample, first in ready:
+    for sample, _, first, _ in ready:
         allowed = sample.request.params.first_tokens
         if allowed and len(sample.tokens) == len(sample.request.prompt):
             rows += [first] * len(allowed)

@@ -54,12 +54,12 @@ class NextTokens:
 
         tokens: None for logits that are not finite, none if only a draft token made them so.
         """
-        for row, ((sample, place, _, _), given) in enumerate(zip(step.ready, tokens, strict=True)):
-            if given is None and row not in step.dropped:
-                step.invalidate(self.scheduler.pool, place)
-                if sample.reason is None:
-                    reason = f"its logits are not finite after {sample.num_tokens} tokens (NaN or infinite)"
-                    self.requests.end(sample.request, "failed", reason)
+        for row in [row for row, given in enumerate(tokens) if given is None and row not in step.dropped]:
+            sample, place, _, _ = step.ready[row]
+            step.invalidate(self.scheduler.pool, place)
+            if sample.reason is None:
+                reason = f"its logits are not finite after {sample.num_tokens} tokens (NaN or infinite)"
+                self.requests.end(sample.request, "failed", reason)
         sampled = 0
         for row, ((sample, place, _, _), given) in enumerate(zip(step.ready, tokens, strict=True)):
             if sample.reason is not None or row in step.dropped:

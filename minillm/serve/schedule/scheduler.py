@@ -113,11 +113,11 @@ class Scheduler:
                     prompts.append(sequence)
             elif sequence.state is not RUNNING or len(batch) >= share:  # preempted just now, for an earlier one
                 continue
-            elif 0 < computed % size < size - 1 and references[sequence.blocks[-1]] == 1:
-                batch.append((sequence, 1))  # within a block of its own: nothing to do, as in nearly all steps
+            elif (computed % size and references[sequence.blocks[-1]] == 1) or self._grow(sequence, plan):
+                batch.append((sequence, 1))  # nearly always within a block of its own: nothing to grow
                 sequence.last_step = self.step
-            elif self._grow(sequence, plan):
-                self._give(sequence, self.token_budget, plan)
+                if (computed + 1) % size == 0:
+                    self.held.cache(sequence, computed, computed + 1)
         budget = self.token_budget - len(batch)
         for sequence in self._prompts_in_turn(prompts):
             if sequence.state is RUNNING and (len(batch) < share or sequence.num_uncomputed > min(budget, self.chunk)):
@@ -137,14 +137,15 @@ class Scheduler:
 
     def advance(self, plan: Plan) -> list[Sequence]:
         """The plan is computed. Returns those whose last token was: their next one can be sampled."""
-        complete, slides = [], self.held.slides
+        complete = []
         for sequence, tokens in plan.batch:
-            sequence.num_computed += tokens
-            if sequence.num_computed >= len(sequence.tokens):  # more, if draft tokens were computed
-                sequence.num_computed = len(sequence.tokens)
+            computed, known = sequence.num_computed + tokens, len(sequence.tokens)
+            if computed >= known:  # more, if draft tokens were computed
+                computed = known
                 complete.append(sequence)
-            if slides:
-                self.held.trim(sequence, len(sequence.blocks))
+            sequence.num_computed = computed
+        for sequence, _ in plan.batch if self.held.slides else ():
+            self.held.trim(sequence, len(sequence.blocks))
         return complete
 
     def take_back(self, sequence: Sequence, start: int) -> None:
