@@ -66,10 +66,10 @@ FREED_WHILE_SHARED = Fault(
     mechanism="a released block is free, even if other tables hold it",
     shipped=("sgl-project/mini-sglang#142",),
 )
-OWN_BLOCK = "elif 0 < computed % size < size - 1 and references[sequence.blocks[-1]] == 1:"
+OWN_BLOCK = "elif (computed % size and references[sequence.blocks[-1]] == 1) or self._grow(sequence, plan):"
 LATE_COPY = Fault(
     f"{SCHEDULER}.schedule",
-    {OWN_BLOCK: "elif 0 < computed % size < size - 1:"},
+    {OWN_BLOCK: "elif computed % size or self._grow(sequence, plan):"},
     place="scheduler, decoding within a block",
     mechanism="a shared block is written without being copied first",
     shipped=("xLLM-AI/xllm#1984",),

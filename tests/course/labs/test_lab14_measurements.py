@@ -4,7 +4,7 @@ import pytest
 
 from course.kit.answers import answers_of
 from course.kit.interact import render
-from course.lab14_continuous_batching import experiments, experiments_ahead, experiments_loads
+from course.lab14_continuous_batching import checks_flight, experiments, experiments_ahead, experiments_loads
 from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures as pictures
@@ -79,6 +79,13 @@ def test_every_fault_shows_and_is_told_apart(fault):
         flight = breaks.case(fault, seed)
         assert ANSWERS.diagnose(flight.records, flight.prompts) == fault
         assert flight.stuck == (fault == "livelock")
+
+
+def test_the_check_draws_flights_in_which_the_fault_shows():
+    """The one of seed 99 goes on as if there were no fault."""
+    fault = "tokens that do not exist"
+    assert ANSWERS.diagnose((hidden := breaks.case(fault, 99)).records, hidden.prompts) == breaks.HEALTHY
+    assert {ANSWERS.diagnose(each.records, each.prompts) for each in checks_flight._flights(fault, 99)} == {fault}
 
 
 def test_gaps_are_predicted_and_unmixed_phases_stall_for_the_whole_prompt():
