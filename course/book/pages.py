@@ -19,7 +19,7 @@ from course.kit import course
 
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 FIRST = (  # of docs/
-    *("end_to_end", "interview", "teaching", "runs", "serving", "debugging", "cluster", "commands"),
+    *("faq", "end_to_end", "interview", "teaching", "runs", "serving", "debugging", "cluster", "commands"),
     *("proof", "benchmarks", "models", "group", "glossary"),
 )
 
