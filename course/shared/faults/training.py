@@ -171,5 +171,5 @@ OWN_BRANCH = Fault(
     {LOGGED: ONLY_ROOT},
     place="trainer, log",
     mechanism="in every fourth step only rank 0 enters the sum of the loss",
-    shipped=("NVIDIA/nccl#1324",),
+    shipped=("Lightning-AI/pytorch-lightning#19106",),
 )

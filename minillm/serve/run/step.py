@@ -1,9 +1,7 @@
 """A step on its way from its plan to its tokens, and how its inputs are made of live sequences.
 
 plan ──▶ Step: what each sequence had when it was planned, whatever becomes of it later
-           │ build: tokens, positions, block tables, random numbers
-           ▼
-         StepInputs ──▶ Runner.execute ──▶ StepOutputs
+           └ build: tokens, positions, tables, random numbers ──▶ StepInputs ──▶ Runner.execute ──▶ StepOutputs
 """
 
 from collections.abc import Callable
@@ -83,10 +81,8 @@ class InputBuilder:
         return Step(number, started, plan, starts, *self.table_rows.update(sequences))
 
     def build(self, step: Step, *, sampled: bool = True, hidden: bool = False) -> StepInputs:
-        """The inputs of a step whose drafts are made, and `step.ready`.
-
-        Of its sequences it changes `forwarded`; if tokens are to be sampled, it takes a random number for each sample.
-        """
+        """The inputs of a step whose drafts are made, and `step.ready`. Counts what its sequences put through the
+        model (`forwarded`), and takes a random number for each sample if tokens are to be sampled."""
         flat: list[int] = []
         wanted: list[int] = []
         ready, drafts = step.ready, step.drafts
