@@ -69,7 +69,7 @@ FREED_WHILE_SHARED = Fault(
 OWN_BLOCK = "elif (computed % size and references[sequence.blocks[-1]] == 1) or self._grow(sequence, plan):"
 LATE_COPY = Fault(
     f"{SCHEDULER}.schedule",
-    {OWN_BLOCK: "elif computed % size or self._grow(sequence, plan):"},
+    {OWN_BLOCK: OWN_BLOCK.replace("elif", "elif 0 < computed % size < size - 1 or")},
     place="scheduler, decoding within a block",
     mechanism="a shared block is written without being copied first",
     shipped=("xLLM-AI/xllm#1984",),
