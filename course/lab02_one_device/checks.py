@@ -62,9 +62,8 @@ def check_memory_ledger(learner: Callable) -> Receipt:
 )
 def check_mfu(learner: Callable) -> Receipt:
     rows = []
-    for tied in (True, False):
-        heads, seq, layers = random.choice([2, 4]), random.randint(9, 40), random.choice([4, 5])
-        vocab = random.randint(50, 90)
+    sizes = (random.sample(each, 2) for each in ((2, 4, 6), range(9, 40), (3, 4, 5), range(50, 90)))
+    for tied, heads, seq, layers, vocab in zip((True, False), *sizes, strict=True):
         config = ModelConfig(vocab, 8 * heads, 40, layers, heads, heads // 2, max_seq_len=64, tie_embeddings=tied)
         tokens = torch.randint(0, vocab, (2, seq + 1))
         scores, fused = (count_flops(partial(train_once, model, tokens)) for model in _twice(config))

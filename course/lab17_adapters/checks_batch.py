@@ -165,13 +165,14 @@ def check_key(learner: Callable) -> Receipt:
     )
 
 
-def _adapter(layers: tuple[str, ...] = ("0.q_proj", "1.q_proj"), rank: int = 2, size: int = 4) -> tuple:
-    return 2.0, {name: (torch.randn(rank, size), torch.randn(size, rank)) for name in layers}
+def _adapter(rank: int = 2, size: int = 4) -> tuple:
+    return 2.0, {name: (torch.randn(rank, size), torch.randn(size, rank)) for name in ("0.q_proj", "1.q_proj")}
 
 
 def _pairs() -> Iterator[tuple[Any, Any, bool, str]]:
     """(adapter, adapter, whether they share, the lesson)."""
-    scale, layers = adapter = _adapter()
+    rank, size = random.randint(2, 5), random.randint(6, 20)
+    scale, layers = adapter = _adapter(rank, size)
     names = list(layers)
     copied = {name: (a.clone(), b.clone()) for name, (a, b) in layers.items()}
     yield (
@@ -184,11 +185,11 @@ def _pairs() -> Iterator[tuple[Any, Any, bool, str]]:
     strided = {name: (a.T.contiguous().T, b) for name, (a, b) in copied.items()}
     yield adapter, (scale, strided), True, "a tensor's values count, and not how they lie in memory"
     yield adapter, None, False, "the base alone has other keys and values"
-    yield adapter, _adapter(), False, "the same layers with other numbers: a new version under an old name"
+    yield adapter, _adapter(rank, size), False, "the same layers with other numbers: a new version under an old name"
     yield adapter, (scale / 2, copied), False, "the scale changes the update as much as the numbers do"
     for name in names:
         for which in (0, 1):
-            place = random.randrange(8)
+            place = random.randrange(rank * size)
             changed = [each.clone() for each in copied[name]]
             changed[which].view(-1)[place] += 1e-6 * (1 + changed[which].view(-1)[place].abs())
             other = copied | {name: tuple(changed)}

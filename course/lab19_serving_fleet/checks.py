@@ -149,15 +149,12 @@ def check_two_choices(learner: Callable) -> Receipt:
         counts, draws = [0] * replicas, 4000
         for _ in range(draws):
             asked = Counted(loads)
-            found = learner(asked, rng)
-            expect(
-                isinstance(found, int) and not isinstance(found, bool) and 0 <= found < replicas,
-                found,
-                f"an index from 0 to {replicas - 1}",
-            )
+            asks = f"an index from 0 to {replicas - 1}"
+            found = expect_number(learner(asked, rng), asks)
+            expect(found in range(replicas), found, asks)
             if len(asked.seen) > 2:
                 raise CheckFailed(f"{len(asked.seen)} of {replicas} replicas were asked, and two may be")
-            counts[found] += 1
+            counts[int(found)] += 1
         for place, index in enumerate(sorted(range(replicas), key=loads.__getitem__)):
             share = 2 * (replicas - 1 - place) / (replicas * (replicas - 1))
             noise = 6 * math.sqrt(draws * share * (1 - share)) + 1e-9

@@ -21,9 +21,10 @@ from minillm.predict.serving import queueing
 )
 def check_sequences(learner: Any) -> list[Row]:
     rows = []
-    for tp, kv_heads in ((1, 8), (4, 8), (16, 8), (2, random.choice((4, 16, 32)))):
-        layers, head_dim = random.choice((32, 80)), 128 if tp != 2 else 96
-        memory, context = random.randint(60, 130) * 10**9, random.choice((2048, 8192))
+    depths, contexts = random.sample((32, 40, 60, 80), 4), random.sample((1024, 2048, 4096, 8192), 4)
+    shapes = ((1, 8), (4, 8), (16, 8), (2, random.choice((4, 16, 32))))
+    for (tp, kv_heads), layers, context in zip(shapes, depths, contexts, strict=True):
+        head_dim, memory = 128 if tp != 2 else 96, random.randint(60, 130) * 10**9
         parameters = random.randint(7, 29) * 10**9
         used, expected = 2 * parameters / tp, 0
         each = sum(2 * 2 * head_dim * max(1, kv_heads // tp) for _ in range(layers)) * context
