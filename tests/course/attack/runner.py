@@ -26,6 +26,7 @@ RECORDED = 990  # the seed of the run that tells what the check's cases are
 CONFIRMATIONS = 2  # further seeds for what passes
 LEAST_LIMIT_S = 0.8  # of computing
 SLOWER = 8.0  # a candidate may compute so many times as long as the right answer
+RIGHT_S = 120.0  # what is right may compute so long, in a process that has kept nothing from earlier runs
 NOT_CHECKS = ("mistakes", "figures", "receipts", "notebook", "torchrun")
 
 
@@ -93,8 +94,8 @@ class Worker:
         }
 
 
-def candidates(exercise: str, worker: Worker) -> tuple[list[Candidate], float]:
-    """All of an exercise, and for how many seconds its check runs on the right answer."""
+def candidates(exercise: str, worker: Worker, seed: int) -> tuple[list[Candidate], float]:
+    """All of an exercise, and for how many seconds its check runs on the right answer, once it has run before."""
     cell = cell_of(exercise)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "calls")
@@ -106,8 +107,9 @@ def candidates(exercise: str, worker: Worker) -> tuple[list[Candidate], float]:
             )
         )
         text = cell.prepared("variant", "recorded", before=HELPERS, change=names).text
-        worker.tried(exercise, text, [RECORDED], 120.0)  # not all checks stand the recording
-        reply = worker.tried(exercise, cell.text, [RECORDED], 120.0)
+        worker.tried(exercise, text, [RECORDED], RIGHT_S)  # not all checks stand the recording
+        worker.tried(exercise, cell.text, _seeds(seed), RIGHT_S)  # what a check keeps is in no candidate's time
+        reply = worker.tried(exercise, cell.text, [RECORDED], RIGHT_S)
         if reply["status"] != "passed":
             raise RuntimeError(f"the course's own answer to '{exercise}' does not pass: {reply['message']}")
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
@@ -121,7 +123,7 @@ def attack(lab: str, state: Path, seed: int, worker: Worker, only: Iterable[str]
     for exercise in [each.name for each in exercises.all_exercises(lab)]:
         if only and exercise not in only:
             continue
-        found, seconds = candidates(exercise, worker)
+        found, seconds = candidates(exercise, worker, seed)
         most_s = limit_s(seconds)
         for candidate in found:
             digest = _digest(candidate, seed)
@@ -137,15 +139,18 @@ def limit_s(seconds: float) -> float:
 
 
 def verdict_on(candidate: Candidate, seed: int, most_s: float, worker: Worker, digest: str = "") -> Verdict:
-    """Tried in the worker; what the check got wrong is tried again in a fresh process, with more time."""
-    seeds = [seed + 1000 * more for more in range(1 + CONFIRMATIONS)]
-    for attempt in range(2):
-        reply = worker.tried(candidate.exercise, candidate.text, seeds, most_s * (1 + 2 * attempt))
+    """Tried in the worker; a variant that is refused is tried again in a fresh process, with more time."""
+    for most in (most_s, RIGHT_S):
+        reply = worker.tried(candidate.exercise, candidate.text, _seeds(seed), most)
         verdict = Verdict(candidate.exercise, candidate.kind, candidate.edit, digest, **reply)
         if verdict.right or candidate.kind != "variant":
             break
         worker.stop()
     return verdict
+
+
+def _seeds(seed: int) -> list[int]:
+    return [seed + 1000 * more for more in range(1 + CONFIRMATIONS)]
 
 
 def read(state: Path) -> list[Verdict]:

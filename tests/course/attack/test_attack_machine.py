@@ -78,7 +78,7 @@ def test_a_process_tries_candidates_and_outlives_one_that_hangs(tmp_path):
 def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     cell, tried = cell_of("bits-per-byte"), []
     found = mutants(cell)[:3]
-    monkeypatch.setattr(runner, "candidates", lambda exercise, worker: (found, 0.1))
+    monkeypatch.setattr(runner, "candidates", lambda exercise, worker, seed: (found, 0.1))
 
     class Refusing:
         def tried(self, exercise, text, seeds, limit_s):

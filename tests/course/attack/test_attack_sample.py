@@ -24,9 +24,10 @@ def test_of_the_sample_of_the_day_hardly_any_survives_without_a_reason():
     entries, wrong = table.read(), []
     with runner.Worker() as worker:
         for exercise in draw.sample(known, EXERCISES):
-            found, seconds = runner.candidates(exercise, worker)
+            seed = draw.randrange(10**6)
+            found, seconds = runner.candidates(exercise, worker, seed)
             for candidate in draw.sample(found, min(EACH, len(found))):
-                verdict = runner.verdict_on(candidate, draw.randrange(10**6), runner.limit_s(seconds), worker)
+                verdict = runner.verdict_on(candidate, seed, runner.limit_s(seconds), worker)
                 if not verdict.right and not table.excused(entries, verdict.kind, verdict.key):
                     wrong.append(f"{exercise}: {verdict.kind} {verdict.edit}: {verdict.status} {verdict.message}")
     for each in wrong:
