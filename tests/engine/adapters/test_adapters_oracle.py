@@ -69,8 +69,7 @@ FOUR = [
     ParallelConfig(dp=2, ep=2, tp=2),
     ParallelConfig(dp=4, zero=2, dp_replicate=2),
 ]
-BACKENDS = [make_strategy, pytest.param(make_nccl_like_strategy, marks=pytest.mark.full)]
-backends = pytest.mark.parametrize("strategy", BACKENDS, ids=["gloo", "nccl_like"])
+backends = pytest.mark.parametrize("strategy", [make_strategy, make_nccl_like_strategy], ids=["gloo", "nccl_like"])
 
 
 @pytest.mark.full
