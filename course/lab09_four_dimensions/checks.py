@@ -208,7 +208,8 @@ def check_crossing(learner: Callable) -> Receipt:
     rows = []
     easy = ({"dp": 3, "tp": 2}, 2), ({"tp": 2, "dp": 2}, 2), ({"dp": 2, "cp": 1, "tp": 4}, 2), ({"pp": 4, "tp": 2}, 4)
     uneven = {"dp": 2, "tp": 2, "cp": 3, "pp": 3}, 4  # groups lie on the nodes in more than one way
-    for axes, per_node in (*easy, uneven, *(_draw_nodes() for _ in range(3))):
+    stages = {"pp": 3, "tp": 2}, 2  # each stage a node: two borders, and no third from the last to the first
+    for axes, per_node in (*easy, uneven, stages, *(_draw_nodes() for _ in range(3))):
         sent = {axis: random.randint(1, 500) * 1000 for axis in axes}
         found, right = learner(dict(axes), per_node, dict(sent)), crossing(axes, per_node, sent)
         where = f"{' · '.join(f'{axis} {size}' for axis, size in axes.items())}, {per_node} ranks to a node"
