@@ -1,5 +1,9 @@
 """Lab 20's wrong answers with the sentence each draws, and other right ones."""
 
+import math
+
+import torch
+
 from course.kit.exercises import alternative, mistake
 
 mistake(
@@ -37,6 +41,18 @@ mistake(
     "everything divided",
     {" if stage < zero else 1": ""},
     says="Before stage 3 something is replicated; here all of it is divided.",
+)
+mistake(
+    "state-bytes",
+    "ZeRO inside a node",
+    {"(dp if": "(min(dp, 8) if"},
+    says="The shards lie on all dp ranks, on however many nodes these are.",
+)
+mistake(
+    "state-bytes",
+    "two ranks at least",
+    {"(dp if": "(max(dp, 2) if"},
+    says="With dp 1 there is nobody to share with: all stages hold what stage 0 holds.",
 )
 
 
@@ -87,6 +103,44 @@ mistake(
     "interval alone",
     {", save_s / interval + (interval / 2 + restart_s) / mtbf": ""},
     expect="exercise asks for two numbers",
+)
+mistake(
+    "save-interval",
+    "ten minutes at least",
+    {"interval = (": "interval = max(600, (", "mtbf) ** 0.5": "mtbf) ** 0.5)"},
+    says="An interval of less than ten minutes is right where failures are frequent and saves short.",
+)
+mistake(
+    "save-interval",
+    "a save a day",
+    {"interval = (": "interval = min(86400, (", "mtbf) ** 0.5": "mtbf) ** 0.5)"},
+    says="An interval of more than a day is right where failures are rare and saves long.",
+)
+
+
+@alternative("save-interval", "exact")
+def exact(save_s, restart_s, device_mtbf_s, devices):
+    """Daly 2006, equation 20."""
+    mtbf = device_mtbf_s / devices
+    interval = (2 * save_s * mtbf) ** 0.5
+    useful = interval / mtbf * math.exp(-restart_s / mtbf) / math.expm1((interval + save_s) / mtbf)
+    return torch.tensor([interval, 1 - useful], dtype=torch.float64)
+
+
+alternative(
+    "save-interval",
+    "of the time with restarts",
+    {"save_s / interval +": "save_s / interval / (1 + restart_s / mtbf) +", ") / mtbf": ") / (mtbf + restart_s)"},
+)
+alternative(
+    "save-interval",
+    "of the time with saves",
+    {"save_s / interval +": "save_s / (interval + save_s) +"},
+)
+alternative(
+    "save-interval",
+    "failures strike saves, too",
+    {"(interval / 2 +": "((interval + save_s) / 2 +"},
 )
 
 

@@ -291,11 +291,12 @@ receipts.answer("a_straggler")
 
 # %%
 def save_interval(save_s, restart_s, device_mtbf_s, devices):
-    """(seconds between saves that waste least, share of the time wasted then).
+    """(seconds between saves that waste least, share of the time wasted then, to first order).
 
-    save_s: what a save stops training for; restart_s: what each failure costs besides repeated
-    work. Failures are independent, device_mtbf_s apart on one device; saves and restarts are much
-    shorter than the job's time between two failures.
+    First order: saves and restarts are short against the job's time between two failures, so
+    shares are added up as if no failure struck a save or a restart. save_s: what a save stops
+    training for; restart_s: what each failure costs besides repeated work. Failures are
+    independent, device_mtbf_s apart on one device.
     """
     # BEGIN SOLUTION
     mtbf = device_mtbf_s / devices
