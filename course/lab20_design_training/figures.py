@@ -30,7 +30,7 @@ def where_it_goes(
     usable = machine.usable / GIB
     axes[1].axvline(usable, color="#555555", linestyle="--")
     axes[1].annotate(
-        f"usable:\n{usable:.0f} GiB", (usable, -0.55), (-4, 0), textcoords="offset points", ha="right", fontsize=9
+        f"usable: {usable:.0f} GiB", (usable, 0.3), (-4, 0), textcoords="offset points", ha="right", fontsize=9
     )
     where = f"{machine.gpus} x {machine.device.name}"
     headline(figure, f"The best layout of {model} on {where} reaches an MFU of {best.mfu:.0%}", str(best.layout))
@@ -73,14 +73,17 @@ def waste(save_s: int = 30, restart_min: int = 10, gpus: int = 16384) -> Figure:
 
 
 def _stack(axes, parts: dict[str, float], label: str) -> None:
-    """One horizontal bar of parts that are worth showing."""
-    start, total = 0.0, sum(parts.values())
-    for place, (name, value) in enumerate(parts.items()):
-        if value < 0.005 * total:
-            continue
+    """One horizontal bar: the parts that are worth showing, at most one for each look, and the others together."""
+    total = sum(parts.values())
+    least = max(0.005 * total, sorted(parts.values(), reverse=True)[:7][-1])
+    large = {name: value for name, value in parts.items() if value >= least}
+    start = 0.0
+    for place, (name, value) in enumerate(large.items()):
         drawn = look(place)
         axes.barh(0, value, 0.5, start, color=drawn.color, hatch=drawn.hatch, edgecolor="#555555", label=name)
         start += value
+    if total - start > 0.001 * total:  # else nothing would be seen of it
+        axes.barh(0, total - start, 0.5, start, color="#D9D9D9", edgecolor="#555555", label="other")
     axes.set(yticks=[], xlabel=label, ylim=(-0.6, 1.1))
     axes.legend(ncols=6, loc="upper left")
 

@@ -1,5 +1,6 @@
-"""Problems of a job that runs: failures, stragglers, spikes, starving input, scaling and what it costs."""
+"""Problems of a job that runs: network, failures, stragglers, spikes, starving input, scaling and what it costs."""
 
+from dataclasses import replace
 from functools import cache
 
 from course.lab20_design_training.problems import DAY
@@ -10,12 +11,58 @@ from minillm.predict.model import bill, causal_context
 from minillm.predict.planner import published, search
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
+from minillm.predict.planner.compute import MODERN
+from minillm.predict.planner.layout import Layout, axis_path
+from minillm.predict.planner.step import step
 
 INTERRUPTIONS, DAYS, GPUS = faults.LLAMA3_INTERRUPTIONS, faults.LLAMA3_DAYS, faults.LLAMA3_GPUS
 TOKENS = 15.6e12  # Llama Team 2024, §3.2
 WATTS = 700  # of an H100 SXM, NVIDIA's data sheet
 GPU_HOURS = 30.84e6  # of the 405B model, its model card
 RESTART_S, SAVE_S = 600.0, 30.0
+
+
+@cache
+def slower_on_two_nodes() -> DesignCase:
+    """A step that became 50 % slower when the job went from one node to two."""
+    model, network = architecture("llama-3-8b"), 12.5e9
+    one, two = cluster("a100-80", 8), cluster("a100-80", 16, network=network)
+    inside, across = Layout(tp=8, microbatches=16), Layout(tp=16, microbatches=16)
+    moved = Layout(dp=2, tp=8, microbatches=8)
+    waits = replace(MODERN, overlap=False)  # the job's code waits for every collective
+    cases = ((inside, one), (across, two), (moved, two))
+    times = [step(model, layout, machine, 4096, waits) for layout, machine in cases]
+    overlapped = step(model, moved, two, 4096)
+    rates = [axis_path(machine, layout, "tp").bandwidth for layout, machine in ((inside, one), (across, two))]
+    numbers = {
+        "one": shown(times[0].seconds, "s"),
+        "two": shown(times[1].seconds, "s"),
+        "grew": f"{times[1].seconds / times[0].seconds - 1:.0%}",
+        "moved": shown(times[2].seconds, "s"),
+        "exposed": shown(times[2].dp, "s"),
+        "overlapped": shown(overlapped.seconds, "s"),
+        "ratio": f"{rates[0] / rates[1]:.1f}",
+        "tp": shown(times[1].tp, "s"),
+        "tp_one": shown(times[0].tp, "s"),
+    }
+    return DesignCase(
+        {
+            "ratio": Decision(
+                "times slower: a 16-rank tensor-parallel ring over two nodes of A100 with 100 Gb/s per GPU against 8 "
+                "ranks inside one",
+                rates[0] / rates[1],
+                "",
+                f"{one.device.link / 1e9:.0f} GB/s of NVLink against 8 cards of {network / 1e9:g} GB/s, which the ring "
+                "can use together.",
+                slips={
+                    8: "All 8 network cards of a node work for the ring, not one.",
+                    1 / 8: "100 Gb/s are 12.5 GB/s per card: a byte has 8 bits.",
+                },
+                tolerance=0.2,
+            ),
+        },
+        numbers,
+    )
 
 
 @cache
@@ -74,7 +121,7 @@ def a_hang() -> DesignCase:
                 lost,
                 "GPU-hours",
                 "16,384 GPUs wait for 1/6 hour: all of them, as a collective ends for nobody before it ends for all.",
-                slips={60: "Those are GPU-minutes.", 1 / GPUS: "All GPUs wait, not one."},
+                slips={1 / GPUS: "All GPUs wait, not one."},
                 tolerance=0.1,
             ),
         },
@@ -120,7 +167,7 @@ def a_loss_spike() -> DesignCase:
                 lost,
                 "GPU-hours",
                 f"{back} steps of {numbers['seconds']} on {GPUS:,} GPUs.",
-                slips={60: "Those are GPU-minutes.", 1 / GPUS: "All GPUs repeat the steps, not one."},
+                slips={1 / GPUS: "All GPUs repeat the steps, not one."},
                 tolerance=0.15,
             ),
         },
@@ -181,12 +228,16 @@ def scaling() -> DesignCase:
     return DesignCase(
         {
             "busy": Decision(
-                "share of 1,024 GPUs with something to compute, for 256 sequences per step of which none is divided",
+                "share of 1,024 GPUs with something to compute, for 256 sequences per step and data parallelism alone",
                 256 / 1024,
                 "",
                 "256 sequences, one per GPU: the others get work only from axes that divide a sequence or a layer "
                 "(tensor, context, pipeline), which exchange activations.",
-                slips={4: "All GPUs have work only if sequences are divided.", 1 / 32: "8 GPUs are where it started."},
+                slips={
+                    4: "Only if other axes share each sequence's work.",
+                    1 / 32: "8 GPUs are where it started.",
+                    1024: "That is the number of GPUs with work; the question asks for their share.",
+                },
                 tolerance=0.05,
             ),
         },

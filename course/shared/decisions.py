@@ -58,9 +58,9 @@ def judge(decision: Decision, guess: object) -> Verdict:
     if not math.isfinite(number) or number <= 0:
         return Verdict("no number", f"{number} cannot be the answer: it is a number above 0.")
     ratio = number / decision.value
-    closest = min((number / value for value in (decision.value, *decision.also)), key=lambda each: abs(each - 1))
-    if abs(closest - 1) <= decision.tolerance:
-        return Verdict("right", _right(decision, closest))
+    closest = min((decision.value, *decision.also), key=lambda value: abs(number / value - 1))
+    if abs(number / closest - 1) <= decision.tolerance:
+        return Verdict("right", _right(decision, number, closest))
     for factor, sentence in [*decision.slips.items(), *_usual_slips(decision).items()]:
         if abs(ratio / factor - 1) <= NEAR:
             return Verdict("slip", sentence)
@@ -154,13 +154,20 @@ def shown(value: float, unit: str = "") -> str:
 
 
 def _range(decision: Decision) -> str:
-    """What is accepted, unless only the value itself is."""
+    """What is accepted, by any convention, unless only the value itself is."""
     if _is_level(decision):
         return ""
-    low, high = (decision.value * (1 + way * decision.tolerance) for way in (-1, 1))
-    if isinstance(decision.value, int):
-        low, high = math.ceil(low), math.floor(high)
-    return f"; accepted is {shown(low, decision.unit)} to {shown(high, decision.unit)}"
+    ranges: list[tuple[float, float]] = []
+    for value in sorted((decision.value, *decision.also)):
+        low, high = (value * (1 + way * decision.tolerance) for way in (-1, 1))
+        if isinstance(decision.value, int):
+            low, high = math.ceil(low), math.floor(high)
+        if ranges and low <= ranges[-1][1]:
+            low, _ = ranges.pop()
+        ranges.append((low, high))
+    return "; accepted is " + " or ".join(
+        f"{shown(low, decision.unit)} to {shown(high, decision.unit)}" for low, high in ranges
+    )
 
 
 def _is_level(decision: Decision) -> bool:
@@ -168,9 +175,13 @@ def _is_level(decision: Decision) -> bool:
     return decision.tolerance < 0.02
 
 
-def _right(decision: Decision, ratio: float) -> str:
+def _right(decision: Decision, number: float, value: float) -> str:
+    """value: the right one that the reader's number is closest to."""
+    ratio = number / value
     if decision.unit == "B" and abs(ratio * 1.0737 - 1) < 0.004:
         return "Right, in GiB (2^30 bytes); in GB (10^9) the number is 7 % larger."
+    if value != decision.value:
+        return f"Right within {max(abs(ratio - 1), 0.01):.0%} of {shown(value, decision.unit)}, which is right too."
     return "Right." if abs(ratio - 1) < 0.02 else f"Right within {abs(ratio - 1):.0%}, as good as a whiteboard needs."
 
 
@@ -205,6 +216,7 @@ def _usual_slips(decision: Decision) -> dict[float, str]:
     if decision.unit in ("GPU-hours", "GPU hours"):
         slips[3600] = "Those are GPU-seconds; the question asks for GPU-hours."
         slips[60] = "Those are GPU-minutes; the question asks for GPU-hours."
+        slips[1 / 60] = "You divided by 60 once too often: an hour has 60 minutes of 60 seconds."
     if decision.unit == "days":
         slips[24] = "Those are hours; the question asks for days."
         slips[86400] = "Those are seconds; the question asks for days."

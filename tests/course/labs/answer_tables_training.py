@@ -89,6 +89,7 @@ COMPUTED = {
         "why": "words for the layout",
         "low": 0.38, "high": 0.53,  # Llama Team 2024, table 4: 128k tokens; NVIDIA NeMo 405B on 576 GPUs
         "careful": 15e12 * FLOPS70 / (64 * PEAK * 0.38) / DAY,
+        "recipe": 128 * 8192 * FLOPS70 / (64 * PEAK * 14.72),  # NVIDIA: 14.72 s for 128 sequences
         "states": 18 * P70, "room": 64 * 80 * GIB, "share": 18 * P70 / 64,
         "best": (64, 512), "seconds": PLANNER, "mfu": PLANNER, "days": PLANNER, "tokens": PLANNER, "gpus": PLANNER,
         "held": BEST70 / GIB, "activations": BEST70_ACTIVATIONS / GIB, "flat": FLAT70 / GIB, "flat_seconds": PLANNER,
@@ -96,7 +97,7 @@ COMPUTED = {
         "quoted_weights": 2 * 70e9 / 16, "quoted_third": 2 * 70e9 / 64,
     },
     "seven_on_8": {
-        "states": 18 * P7, "replica": seven(18, ACTIVATIONS7), "usable": (40 - 3) * 0.95, "lowest": 3,
+        "states": 18 * P7 / GIB, "replica": seven(18, ACTIVATIONS7), "usable": (40 - 3) * 0.95, "lowest": 3,
         "held": seven(18 / 8, ACTIVATIONS7, 2 * P7 / 32 * 6), "two_full": seven(2 + 16 / 8, RECOMPUTED7),
         "zero1": seven(6 + 12 / 8, ACTIVATIONS7), "zero2": seven(2 + 16 / 8, ACTIVATIONS7),
         "zero3": seven(18 / 8, ACTIVATIONS7, 2 * P7 / 32 * 6), "best": (8, 64), "mfu": PLANNER,
@@ -120,7 +121,8 @@ COMPUTED = {
         "usable": H100_USABLE * GIB,
     },
     "slower_on_two_nodes": {
-        "one": PLANNER, "two": PLANNER, "grew": PLANNER, "moved": PLANNER, "ratio": 300 / (8 * 100 / 8),
+        "one": PLANNER, "two": PLANNER, "grew": PLANNER, "moved": PLANNER, "exposed": PLANNER, "overlapped": PLANNER,
+        "ratio": 300 / (8 * 100 / 8),
         "tp": ring_seconds(16, 25e-6, 8 * 12.5e9), "tp_one": ring_seconds(8, 8e-6, 300e9) * 1e3,
     },
     "checkpoint_interval": {
@@ -147,17 +149,20 @@ COMPUTED = {
 }  # fmt: skip
 
 LITERAL = {
-    "seventy_on_64": [2 * 70e9, 2 * 70e9 / 64, 90, 32768, 18, 2, 4, 8, 16, 6, 0.50, 40, 32, P70, 64 * PEAK],
+    "seventy_on_64": [2 * 70e9, 2 * 70e9 / 64, 90, 32768, 18, 2, 4, 8, 16, 6, 0.50, 40, 32, P70, 64 * PEAK, 2025],
     "seven_on_8": [2 * 7e9, 18, P7],
     "four_hundred_on_16k": [2, 15, 1, 405e9],
-    "gpt3_on_1024": [6, 8, 300e9, 0.45, 175e9, A100_PEAK, 300e9 * 175e9 * 8 / (1024 * 140e12) / DAY, 104_529],
-    "fine_tune_on_a_node": [640, 2 * 70e9, 12, 18, 4, 1024, 3, 80],
+    "gpt3_on_1024": [
+        6, 8, 300e9, 0.45, 175e9, A100_PEAK, 300e9 * 175e9 * 8 / (1024 * 140e12) / DAY, 104_529, 0.30,
+        6 / 8 * 140 / 312,  # the published run's useful share
+    ],
+    "fine_tune_on_a_node": [640, 2 * 70e9, 12, 16, 16 * P70 - 8 * H100_USABLE * GIB, 4, 128, 1024, 8192, 3, 80],
     "slower_on_two_nodes": [2 * (16 - 1), 2 * (8 - 1), 1.0, 12.5e9, 300e9],
     "checkpoint_interval": [0.90, 1000, 2, DAY, MTBF, 64],
     "a_hang": [6],
     "a_straggler": [1, 1.2],
     "a_loss_spike": [],
     "starving_input": [8],
-    "scaling": [8, 64, 128, 16384],
+    "scaling": [8, 128, 512, 8192, 16384, 2025],
     "money_and_energy": [6, 0.90, PEAK, 1.5, RUN405 / (15.6e12 * 6 * (P405 - TABLE405)) - 1, 8192, 3.8e25],
-}
+}  # fmt: skip
