@@ -24,7 +24,7 @@ TORCH_FSDP = "torch.distributed.fsdp: https://docs.pytorch.org/docs/stable/fsdp.
     "with functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})",
     TORCH_FSDP,
 )
-def a_policy_without_a_class() -> list[Row]:
+def auto_wrap_policy() -> list[Row]:
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     def works(policy) -> bool:
@@ -48,7 +48,7 @@ def a_policy_without_a_class() -> list[Row]:
     "if weights are loaded, or broadcast from rank 0, afterwards",
     TORCH_FSDP,
 )
-def shards_of_different_models() -> list[Row]:
+def shards_without_a_seed() -> list[Row]:
     equal = launch(_shards, 2)
     return [row("the second half equals rank 0's model", False, equal[0]), row("after a broadcast", True, equal[1])]
 
@@ -71,7 +71,7 @@ def _shards(group) -> bool:
     "use_reentrant=False",
     TORCH_CHECKPOINT,
 )
-def reentrant_checkpoint() -> list[Row]:
+def checkpoint_any_input() -> list[Row]:
     def has_gradient(reentrant: bool) -> bool:
         torch.manual_seed(0)
         layer = nn.Linear(4, 4)
@@ -96,7 +96,7 @@ def reentrant_checkpoint() -> list[Row]:
     "depends",
     "On FSDP2's DTensors it does: the flag is reduced over the ranks. On shards made by hand, or under FSDP1, "
     "each rank looks at its own: one skips the step, another takes it, and the weights drift apart.",
-    "shards that are plain tensors; FSDP1 has ShardedGradScaler",
+    "with FSDP2's DTensors; FSDP1 has a scaler of its own, ShardedGradScaler",
     TORCH_AMP,
 )
 def scalers_on_shards() -> list[Row]:

@@ -14,14 +14,17 @@ from minillm.predict.kernels import Kernel, step_seconds
     "kernels",
     "torch.compile compiles a function once.",
     "false",
-    "It compiles again whenever a guard fails: another type, another size, another Python number.",
+    "It compiles again when a guard fails: for another type or string each time. For another size or Python number it "
+    "compiles a second graph, which takes any.",
     "nothing changes but the values of tensors",
     "PyTorch, troubleshooting torch.compile: https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html",
 )
 def compiled_once() -> list[Row]:
     return [
         row("graphs after 4 calls with other values", 1, _graphs([(torch.ones(2), "a"), (torch.zeros(2), "a")] * 2)),
-        row("after 3 calls with other Python texts", 3, _graphs([(torch.ones(2), kind) for kind in ("a", "b", "c")])),
+        row("after 3 calls with other strings", 3, _graphs([(torch.ones(2), kind) for kind in ("a", "b", "c")])),
+        row("after 5 calls with other sizes", 2, _graphs([(torch.ones(size), "a") for size in range(2, 7)])),
+        row("after 5 calls with other integers", 2, _graphs([(torch.ones(2), number) for number in range(2, 7)])),
     ]
 
 
@@ -34,6 +37,8 @@ def _graphs(calls: list[tuple[Tensor, object]]) -> int:
         return graph.forward
 
     def shifted(x: Tensor, kind: object) -> Tensor:
+        if isinstance(kind, int):
+            return x + kind
         return x + (1 if kind == "a" else 2 if kind == "b" else 3)
 
     torch._dynamo.reset()

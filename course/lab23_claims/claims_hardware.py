@@ -20,7 +20,7 @@ from minillm.predict.planner.layout import path
     "eight ports of a node together",
     "InfiniBand Trade Association, roadmap: https://www.infinibandta.org/infiniband-roadmap/",
 )
-def infiniband_in_gigabytes() -> list[Row]:
+def infiniband_hdr() -> list[Row]:
     return [computed("bytes per second of 200 Gb/s", 25e9, 200e9 / 8, "B/s")]
 
 
@@ -55,7 +55,7 @@ def _both_operations(group) -> tuple[list[float], list[float]]:
     "A two-level all-reduce sends about as many bytes between nodes as a flat ring in the order of the nodes.",
     "true",
     "1.75 against 1.97 times the tensor on 8 nodes of 8. What it saves are rounds, and the fast links carry the rest.",
-    "a flat ring whose neighbours are not neighbours in the network sends far more",
+    "never; a flat ring in another order sends far more",
     "Cho et al. 2019: https://doi.org/10.1147/JRD.2019.2947013",
 )
 def two_levels_send_as_much() -> list[Row]:
@@ -94,7 +94,7 @@ def nvlink_six_hundred() -> list[Row]:
     "depends",
     "Rings can use every rank's card: eight times as much.",
     "one rank per node in the group, or a library that uses one card",
-    "NCCL: https://docs.nvidia.com/deeplearning/nccl/",
+    "NCCL, NCCL_CROSS_NIC: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html",
 )
 def one_card_for_all() -> list[Row]:
     machine = cluster("h100", 16)
@@ -112,7 +112,7 @@ def one_card_for_all() -> list[Row]:
     "In a ring all-reduce each rank sends 2P(N-1)/N bytes and receives as many.",
     "true",
     "Both phases pass N-1 of N parts on; a full-duplex link does both at once.",
-    "where a link is shared by both directions, which doubles its load",
+    "never; a link that both directions share carries twice as much",
     "Patarasuk and Yuan 2009: https://doi.org/10.1016/j.jpdc.2008.09.002",
 )
 def sent_and_as_much_received() -> list[Row]:
@@ -122,18 +122,26 @@ def sent_and_as_much_received() -> list[Row]:
 
 @claim(
     "network",
-    "350 GB of gradients cross InfiniBand in 3.5 seconds.",
-    "false",
-    "That takes 200 GB/s per GPU; a port carries 25 to 50.",
-    "eight ports that one rank can use alone",
+    "64 GPUs in nodes of 8 all-reduce 350 GB of gradients over InfiniBand in 3.5 seconds.",
+    "depends",
+    "Over one card per node it takes 14 to 28 s. Eight cards, which the rings of the node's eight ranks share, take 2 "
+    "to 4.",
+    "eight cards of 50 GB/s per node, all in use",
     "NVIDIA Quantum: https://www.nvidia.com/en-us/networking/quantum2/",
 )
 def gradients_in_three_seconds() -> list[Row]:
-    seconds = [2 * 350e9 / rate for rate in (25e9, 50e9)]
+    sent = 2 * 350e9 * 63 / 64
     return [
-        computed("seconds at 50 GB/s", 14.0, seconds[1], "s"),
-        computed("3.5 s are possible at 50 GB/s", False, seconds[1] <= 3.5),
-        formula("seconds at 25 GB/s", seconds[0], "s"),
+        computed("one card per node, 25 GB/s", 28.0, sent / 25e9, "s", tolerance=0.02),
+        computed("    50 GB/s", 14.0, sent / 50e9, "s", tolerance=0.02),
+        computed(
+            "eight cards per node at 80 %, 25 GB/s",
+            4.3,
+            sent / path(cluster("a100-80", 64), 1, 64).bandwidth,
+            "s",
+            0.01,
+        ),
+        computed("    50 GB/s", 2.15, sent / path(cluster("h100", 64), 1, 64).bandwidth, "s", 0.01),
     ]
 
 
@@ -148,47 +156,51 @@ def gradients_in_three_seconds() -> list[Row]:
 def mostly_memory_bound() -> list[Row]:
     ridge = roofline.ridge_point(DEVICES["h100"].flops, DEVICES["h100"].bandwidth)
     return [
-        computed(
-            "prefill of 2,048 tokens above the ridge", True, roofline.matmul_intensity(2048, 8192, 32768, 2) > ridge
-        ),
-        computed("decoding one token above it", False, roofline.matmul_intensity(1, 8192, 32768, 2) > ridge),
+        formula("ridge of an H100, FLOPs per byte", ridge),
+        computed("    prefill of 2,048 tokens", 1560, roofline.matmul_intensity(2048, 8192, 32768, 2), tolerance=0.001),
+        computed("    decoding one token", 1.0, roofline.matmul_intensity(1, 8192, 32768, 2), tolerance=0.001),
     ]
 
 
 @claim(
     "kernels",
-    "FlashAttention computes more FLOPs than attention that keeps its scores, and is faster.",
-    "true",
-    "It moves fewer bytes; backward computes the scores a second time.",
-    "a causal mask lets it skip tiles, and then it computes fewer",
+    "FlashAttention computes more FLOPs than attention that keeps its scores.",
+    "depends",
+    "Backward computes the scores a second time instead of reading them. But a causal mask lets it skip tiles, and "
+    "then it computes fewer.",
+    "without a mask",
     "Dao et al. 2022, section 3.1: https://arxiv.org/abs/2205.14135",
 )
 def flash_computes_more() -> list[Row]:
+    (same, unmasked), (same_causal, causal) = _flops_of_tiles(causal=False), _flops_of_tiles(causal=True)
+    return [
+        row("the same results, without a mask and with a causal one", [True, True], [same, same_causal]),
+        row("FLOPs of tiles / of all scores at once, forward and backward", 7 / 6, unmasked, tolerance=0.01),
+        row("    causal, 64 tokens in tiles of 16", 0.729, causal, tolerance=0.01),
+    ]
+
+
+def _flops_of_tiles(*, causal: bool) -> tuple[bool, float]:
+    """(whether tiles of 16 give the attention of 64 tokens, their FLOPs / those of all scores at once)"""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 64, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    places = torch.arange(64)
+    positions = places if causal else torch.full((64,), 63)  # a query sees the keys up to its position
     with FlopCounterMode(display=False) as dense:
-        scores = (q @ k.mT / 4).masked_fill(torch.ones(64, 64).triu(1).bool(), float("-inf"))
+        scores = (q @ k.mT / 4).masked_fill(places > positions[:, None], float("-inf"))
         whole = scores.softmax(-1) @ v
         whole.sum().backward()
     with FlopCounterMode(display=False) as tiles:
-        cut = tiled(q, k, v, tile=64)
+        cut = tiled(q, k, v, positions=positions, key_positions=places, tile=16)
         cut.sum().backward()
-    return [
-        row("the same result", True, torch.allclose(cut, whole, atol=1e-10)),
-        row(
-            "FLOPs of tiles / of all scores at once, forward and backward",
-            7 / 6,
-            tiles.get_total_flops() / dense.get_total_flops(),
-            tolerance=0.01,
-        ),
-    ]
+    return torch.allclose(cut, whole, atol=1e-10), tiles.get_total_flops() / dense.get_total_flops()
 
 
 @claim(
     "kernels",
     "An A100 with 80 GB reads 1,555 GB/s.",
     "false",
-    "1,555 GB/s is the 40 GB card; the 80 GB card reads 2,039.",
+    "1,555 GB/s is the 40 GB card; the 80 GB card reads 2,039 as an SXM module, and 1,935 in a PCIe slot.",
     "the 40 GB card",
     "NVIDIA's A100 data sheet: https://www.nvidia.com/en-us/data-center/a100/",
 )
@@ -196,9 +208,12 @@ def a100_bandwidth() -> list[Row]:
     wires = 5 * 1024  # five stacks of high-bandwidth memory; two transfers per wire and clock
     return [
         computed(
-            "80 GB card: its memory's 1,593 MHz", DEVICES["a100-80"].bandwidth, 2 * 1593e6 * wires / 8, "B/s", 1e-3
-        ),
-        computed("40 GB card: 1,215 MHz", DEVICES["a100-40"].bandwidth, 2 * 1215e6 * wires / 8, "B/s", 1e-3),
+            f"GB/s of the {name} card, from its memory's {mega:,} MHz",
+            DEVICES[device].bandwidth / 1e9,
+            2 * mega * 1e6 * wires / 8 / 1e9,
+            tolerance=1e-3,
+        )
+        for name, device, mega in (("80 GB (SXM)", "a100-80", 1593), ("40 GB", "a100-40", 1215))
     ]
 
 

@@ -30,7 +30,7 @@ def zero_one_keeps_eight_gigabytes() -> list[Row]:
     return [
         computed("weights per GPU, stage 1", 8.75e9, held[1], "B"),
         computed("weights per GPU, stage 3", 140e9 / 64, held[3], "B"),
-        formula("all states, stage 1", everything[1], "B"),
+        formula("all states (16 bytes per parameter), stage 1", everything[1], "B"),
         formula("    stage 3", everything[3], "B"),
     ]
 
@@ -40,20 +40,21 @@ def zero_one_keeps_eight_gigabytes() -> list[Row]:
     "A 7B model takes 14 GB, so it can be trained on one card of 24 GB.",
     "false",
     "Training holds gradients, a master copy and two moments besides the 16-bit weights.",
-    "with frozen weights and small adapters it can",
+    "with frozen weights and small adapters, or with gradients of low rank (GaLore 2024, "
+    "https://arxiv.org/abs/2403.03507)",
     at(ZERO, "section 3.1"),
 )
 def seven_billion_in_fourteen() -> list[Row]:
     held = ADAM_MIXED.total * 7e9
-    return [formula("weights in 16 bits", 14e9, "B"), computed("states fit into 24 GB", False, held <= 24e9)]
+    return [formula("weights in 16 bits", 14e9, "B"), computed("all states: more than 24 GB", 112e9, held, "B")]
 
 
 @claim(
     "memory",
     "Mixed precision halves the memory of the model's states.",
     "false",
-    "2 + 2 + 4 + 8 bytes are as many as 4 + 4 + 8.",
-    "it does save activations and time; pure 16-bit states are smaller, and need stochastic rounding to go on learning",
+    "2 + 2 + 4 + 8 bytes are as many as 4 + 4 + 8. What it saves is activations and time.",
+    "pure 16-bit states, which need stochastic rounding to go on learning",
     "Micikevicius et al. 2018, section 3.1: https://arxiv.org/abs/1710.03740",
 )
 def mixed_precision_halves_states() -> list[Row]:
@@ -65,7 +66,7 @@ def mixed_precision_halves_states() -> list[Row]:
     "Adam in 32 bits costs 8 bytes per parameter on top of 16-bit weights.",
     "false",
     "The 8 are the moments; the 32-bit master copy belongs to the optimizer too.",
-    "true for 32-bit weights, which are their own master copy",
+    "with 32-bit weights, which are their own master copy",
     at(ZERO, "section 3.1"),
 )
 def adam_costs_eight() -> list[Row]:
@@ -81,7 +82,8 @@ def adam_costs_eight() -> list[Row]:
     "memory",
     "bf16 weights need no master copy, because bf16 has the range of fp32.",
     "false",
-    "Range is not precision: an update below 0.4 % of a weight is rounded away.",
+    "Range is not precision: an update below 1/512 (0.2 %) of a weight is always rounded away, "
+    "and one below 1/256 (0.4 %) often.",
     "with stochastic rounding, or updates that are large against the weights",
     "Kalamkar et al. 2019: https://arxiv.org/abs/1905.12322",
 )
@@ -101,7 +103,7 @@ def bf16_needs_no_master() -> list[Row]:
     "depends",
     "Gradients below 3e-8 become zero; scaling by 2^16 lifts them. Where gradients are larger nothing is lost: "
     "some networks of the paper itself trained without.",
-    "small gradients, as large language models have; bf16 needs none (section 3.2 of the paper)",
+    "small gradients, as large language models have; bf16, which has the range of fp32, needs none",
     "Micikevicius et al. 2018, section 3.2: https://arxiv.org/abs/1710.03740",
 )
 def fp16_needs_scaling() -> list[Row]:
@@ -123,14 +125,25 @@ def fp16_needs_scaling() -> list[Row]:
     "memory",
     "Recomputing all activations costs a third more FLOPs.",
     "true",
-    "One forward pass more on top of a forward and a backward of twice its size.",
+    "One forward pass more on top of a forward and a backward of twice its size; a little less, since the last matrix "
+    "product, the head, is not computed again.",
     "selective recomputation costs far less; torch stops early when the last needed tensor is back",
     "Chen et al. 2016: https://arxiv.org/abs/1604.06174",
 )
 def recomputation_costs_a_third() -> list[Row]:
-    shape = ModelConfig(8, 512, 2048, 8, 8)
-    plain, again = (training_flops(shape, 1, recompute=each).total for each in (False, True))
-    return [computed("FLOPs with full recomputation / without", 4 / 3, again / plain, tolerance=0.01)]
+    def more(vocab: int, *widths: int) -> float:
+        plain, again = (training_flops(ModelConfig(vocab, *widths), 1, recompute=each).total for each in (False, True))
+        return again / plain
+
+    return [
+        computed(
+            "FLOPs with full recomputation / without, almost no head",
+            4 / 3,
+            more(8, 512, 2048, 8, 8),
+            tolerance=0.01,
+        ),
+        computed("    with the shape of Llama 3 8B", 1.312, more(128256, 4096, 14336, 32, 32), tolerance=0.001),
+    ]
 
 
 @claim(
@@ -138,7 +151,7 @@ def recomputation_costs_a_third() -> list[Row]:
     "Pipeline parallelism divides the activation memory of every rank by the number of stages.",
     "false",
     "The first stage has 1/n of the layers and n microbatches in flight.",
-    "the last stage holds one microbatch only",
+    "never for every rank; the last stage alone holds one microbatch only",
     at(MEGATRON, "section 2.2.1"),
 )
 def pipeline_divides_activations() -> list[Row]:
@@ -153,14 +166,18 @@ def pipeline_divides_activations() -> list[Row]:
     "70B can be trained on 64 cards of 80 GB with ZeRO-3 alone.",
     "true",
     "States take 20 GB per card, and full recomputation leaves room for one sequence of 8,192 tokens.",
-    "long sequences, slow networks, or batches smaller than the number of ranks",
+    "sequences of 32,768 tokens without context parallelism, or fewer sequences than ranks",
     at(ZERO, "section 5.3"),
 )
 def seventy_fits_with_zero_alone() -> list[Row]:
     machine = cluster("h100", 64)
     held = memory(architecture("llama-3-70b"), Layout(dp=64, zero=3, recompute="full"), 8192)
     states = ADAM_MIXED_FP32_GRADIENTS.total * architecture("llama-3-70b").parameters / 64
+    longer = memory(architecture("llama-3-70b"), Layout(dp=64, zero=3, recompute="full"), 32768)
     return [
-        computed("fits with ZeRO-3 alone", True, held.total <= machine.usable),
-        formula("states per GPU", states, "B"),
+        formula("states per GPU (18 bytes per parameter: gradients in 32 bits)", states, "B"),
+        computed("GB of everything, one sequence of 8,192 tokens", 49.7, held.total / 1e9, tolerance=0.01),
+        computed("    fit into the usable memory", True, held.total <= machine.usable),
+        computed("GB with 32,768 tokens: too many", 107.6, longer.total / 1e9, tolerance=0.01),
+        formula("GB that are usable", machine.usable / 1e9),
     ]

@@ -2,7 +2,7 @@
 
 import torch
 
-from course.kit.receipts import Row, formula, row
+from course.kit.receipts import Row, row
 from course.shared.statement import at, claim, computed
 from minillm.comm import launch
 from minillm.measure import ledger
@@ -46,8 +46,8 @@ def _column_row(group) -> tuple[int, int]:
     "tensor parallel",
     "The bytes that tensor parallelism sends grow with the tokens and not with the width of the MLP.",
     "true",
-    "It sends activations. Twice the tokens are twice the bytes, whatever the width of the MLP.",
-    "fully sharded data parallelism, which sends weights",
+    "It sends activations. Four times the tokens are four times the bytes, whatever the width of the MLP.",
+    "never; fully sharded data parallelism sends weights",
     at(MEGATRON, "section 3"),
 )
 def tensor_sends_activations() -> list[Row]:
@@ -69,8 +69,8 @@ def tensor_sends_activations() -> list[Row]:
     "tensor parallel",
     "LayerNorm under sequence parallelism needs communication.",
     "depends",
-    "Not for activations, it works per token; its weight's gradient needs one all-reduce.",
-    "the gradient of its weight",
+    "Not for activations: it works on each token alone. Its weight's gradient needs one all-reduce.",
+    "for the gradient of its weight",
     at(SEQUENCE, "section 4.2.2"),
 )
 def layer_norm_communicates() -> list[Row]:
@@ -123,20 +123,16 @@ def bytes_of_sequence_parallelism() -> list[Row]:
     "Pope et al. 2022: https://arxiv.org/abs/2211.05102",
 )
 def latency_of_tensor_parallelism() -> list[Row]:
-    def step(model: str, ranks: int, all_reduce_s: float) -> float:
-        """Seconds of a decode step of one sequence on H100s, of which a small all-reduce takes so long."""
-        return decode_seconds(architecture(model), cluster("h100", 8, latency=(all_reduce_s, all_reduce_s)), ranks)
+    def steps(model: str, micros: float, *ranks: int) -> list[float]:
+        """Milliseconds of a decode step of one sequence on so many H100s, if a small all-reduce takes `micros`."""
+        machine = cluster("h100", 8, latency=(micros * 1e-6, micros * 1e-6))
+        return [round(1e3 * decode_seconds(architecture(model), machine, each), 1) for each in ranks]
 
-    alone = {model: step(model, 1, 0.0) for model in ("llama-3-8b", "llama-3-70b")}
-    shorter = {
-        (model, micros): step(model, 8, micros * 1e-6) < alone[model]
-        for model, micros in (("llama-3-70b", 20), ("llama-3-8b", 20), ("llama-3-8b", 100))
-    }
     return [
-        computed("70B, all-reduces of 20 µs: TP 8 makes a step shorter", True, shorter["llama-3-70b", 20]),
-        computed("8B, 20 µs: shorter", True, shorter["llama-3-8b", 20]),
-        computed("8B, 100 µs: shorter", False, shorter["llama-3-8b", 100]),
-        formula("milliseconds of a step of 8B alone", alone["llama-3-8b"] * 1e3),
+        computed("ms of a step of 70B, all-reduces of 20 µs: TP 2, TP 8", [25.3, 9.5], steps("llama-3-70b", 20, 2, 8)),
+        computed("8B, 20 µs: TP 1, TP 8", [5.2, 2.3], steps("llama-3-8b", 20, 1, 8)),
+        computed("    50 µs", [5.2, 4.2], steps("llama-3-8b", 50, 1, 8)),
+        computed("    100 µs, as over a slow network", [5.2, 7.4], steps("llama-3-8b", 100, 1, 8)),
     ]
 
 
@@ -146,10 +142,10 @@ def latency_of_tensor_parallelism() -> list[Row]:
     "true",
     "An all-gather stands before each region and a reduce-scatter behind it; minillm gathers a region's input "
     "again in backward.",
-    "without sequence parallelism there are four all-reduces per layer",
+    "never; without sequence parallelism there are four all-reduces per layer",
     "Korthikanti et al. 2022, section 4.2.2: https://arxiv.org/abs/2205.05198",
 )
-def sequence_replaces_all_reduces() -> list[Row]:
+def sequence_parallel_all_reduces() -> list[Row]:
     from minillm.model import ModelConfig
     from minillm.predict.training import tensor
 

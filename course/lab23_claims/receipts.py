@@ -39,7 +39,8 @@ STATEMENTS = {its.key: its for module in MODULES for its in vars(module).values(
 
 @cache
 def _ran(key: str) -> Receipt:
-    return receipt("", STATEMENTS[key].run())
+    rows = STATEMENTS[key].run()
+    return receipt("", rows, open_rows=len(rows))
 
 
 class Ballot:
@@ -61,7 +62,7 @@ class Ballot:
             its = STATEMENTS[key]
             lines += [
                 f"“{its.text}”",
-                f"    you: {vote}; it is {its.verdict}. {its.because} It flips: {its.flips}. {its.source}",
+                f"    you: {vote}; {its.decision}. {its.because} {its.when}: {its.flips}. {its.source}",
                 *(f"    {line}" for line in str(_ran(key)).splitlines()),
                 "",
             ]
@@ -74,8 +75,8 @@ class Ballot:
             mark = "✓" if vote == its.verdict else "✗"
             name, _, link = its.source.rpartition(": ")
             parts.append(
-                f"**“{its.text}”** {mark} You voted *{vote}*; it is **{its.verdict}**. {its.because} "
-                f"*When it flips:* {its.flips}. [{name}]({link})\n\n{_ran(key)._repr_html_()}"
+                f"**“{its.text}”** {mark} You voted *{vote}*; **{its.decision}**. {its.because} "
+                f"*{its.when}:* {its.flips}. [{name}]({link})\n\n{_ran(key)._repr_html_()}"
             )
         return "\n\n".join([*parts, f"**{self.right} of {len(self.votes)} right.**"])
 

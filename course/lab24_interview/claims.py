@@ -52,4 +52,4 @@ def vote(reply: str) -> str | None:
 def reply(its: Statement, voted: str) -> str:
     """What is said after the vote."""
     mark = "Right" if voted == its.verdict else "No"
-    return f"{mark}: it is {its.verdict}. {its.because}\nWhat would change the verdict: {its.flips}.\n{its.source}"
+    return f"{mark}: {its.decision}. {its.because}\n{its.when}: {its.flips}.\n{its.source}"

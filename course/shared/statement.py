@@ -12,7 +12,8 @@ computed = partial(row, kind="computed")  # a row of arithmetic: nothing ran but
 
 @dataclass(frozen=True)
 class Statement:
-    """run: rows that decide it, computed or measured here. flips: the condition under which the verdict changes."""
+    """run: rows that decide it, computed or measured here. flips: the condition under which a verdict of true or false
+    changes, or under which a statement that depends holds."""
 
     key: str
     topic: str
@@ -26,6 +27,16 @@ class Statement:
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
             raise ValueError(f"the verdict {self.verdict!r} of {self.key} is none of {', '.join(VERDICTS)}.")
+
+    @property
+    def when(self) -> str:
+        """What `flips` is the condition of."""
+        return "When it holds" if self.verdict == "depends" else "When it flips"
+
+    @property
+    def decision(self) -> str:
+        """The verdict as a clause."""
+        return "it depends" if self.verdict == "depends" else f"it is {self.verdict}"
 
 
 def at(source: str, place: str) -> str:
