@@ -461,6 +461,6 @@ def test_drills_and_claims_count_for_the_weakest_topics(tmp_path, capsys):
     assert spacing.weakest(spacing.due(), results.results())[0] in ("pipeline parallel", "planning")
     progress.keep(spacing.SECTION, {"results": {"data": "no", "planning": [1]}})
     assert results.results() == {}
-    mock.run(sessions.Session(1, "", 30, [["claim", "decode_reads_weights_once"]]), answering(["t"]), print, tmp_path)
+    mock.run(sessions.Session(1, "", 30, [["claim", "twenty_four_per_second"]]), answering(["t"]), print, tmp_path)
     assert results.results() == {"decoding and the cache": (1, 1)}
     assert run(["interview", "--due"]) == 0 and "1 of 1" in capsys.readouterr().out
