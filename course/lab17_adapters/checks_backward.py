@@ -1,10 +1,12 @@
 """Lab 17, backward: gradients through codes, and which of an adapter's gradients are shares of a sum over ranks."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
@@ -37,35 +39,39 @@ def check_backward(learner: Any) -> Receipt:
         name = f"{tokens} tokens, weight {outputs} x {inputs}"
         codes = WatchedCodes(torch.randn(outputs, inputs) / 8)
         weight = codes.weight()
-        x, dy = torch.randn(tokens, inputs, requires_grad=True), torch.randn(tokens, outputs)
-        before = codes.decoded
+        leaf, dy = torch.randn(tokens, inputs, requires_grad=True), torch.randn(tokens, outputs)
+        x = leaf.clone()
+        before, memory = codes.decoded, StorageWeakRef(x.untyped_storage())
         y = learner.apply(x, codes)
         expect_tensor(f"{name}: the output", y, (tokens, outputs))
-        if not close(y.detach(), x.detach() @ weight.T):
+        if not close(y.detach(), leaf.detach() @ weight.T):
             raise CheckFailed(f"{name}: the output is not x @ weight.T", evidence=y.detach())
         if y.grad_fn is None:
             raise CheckFailed(f"{name}: the output has no gradient: call nothing that detaches x")
-        del weight
+        del weight, x
         kept = _floats_kept(y.grad_fn)
         if codes.held or kept >= 4 * outputs * inputs:
             raise CheckFailed(
                 f"{name}: a decoded weight, {4 * outputs * inputs:,} B, is kept from forward to backward; the codes "
                 f"are {codes.nbytes:,} B: keep those, and decode once more"
             )
-        if kept:
+        if kept or not memory.expired():
+            what = f"{kept:,} B of floats are" if kept else "x is"
             raise CheckFailed(
-                f"{name}: {kept:,} B of floats are kept for backward. Only the gradient of a weight that learns needs "
+                f"{name}: {what} kept for backward. Only the gradient of a weight that learns needs "
                 "the layer's input, and this one is frozen"
             )
         forward = codes.decoded - before
         y.backward(dy)
         right = dy @ codes.weight()
         backward = codes.decoded - before - forward - 1
-        if x.grad is None:
+        if leaf.grad is None:
             raise CheckFailed(f"{name}: x has no gradient: layers below, and their adapters, learn nothing")
-        expect_tensor(f"{name}: the gradient of x", x.grad, x.shape)
-        if not close(x.grad, right):
-            raise CheckFailed(f"{name}: the gradient of x is not dy @ weight", evidence=x.grad)
+        expect_tensor(f"{name}: the gradient of x", leaf.grad, leaf.shape)
+        if not close(leaf.grad, right):
+            raise CheckFailed(f"{name}: the gradient of x is not dy @ weight", evidence=leaf.grad)
+        if backward == 0:
+            raise CheckFailed(f"{name}: backward decodes nothing: what does it multiply by, a weight that was kept?")
         if forward != 1 or backward != 1:
             raise CheckFailed(
                 f"{name}: decoded {forward} times in forward and {backward} times in backward; once each is enough"
@@ -78,12 +84,23 @@ def check_backward(learner: Any) -> Receipt:
 def _floats_kept(node: Any) -> int:
     """Bytes of floating-point tensors that a Function's node holds, saved or as attributes."""
     held: dict[int, Tensor] = {}
-    values = [*node.saved_tensors, *vars(node).values()]
-    for value in values:
-        for each in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(each, Tensor) and each.is_floating_point():
-                held[each.untyped_storage().data_ptr()] = each
+    for each in _within([node.saved_tensors, vars(node)]):
+        if isinstance(each, Tensor) and each.is_floating_point():
+            held[each.untyped_storage().data_ptr()] = each
     return sum(each.untyped_storage().nbytes() for each in held.values())
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """What a value holds: entries of lists, tuples and dicts, and what a function took from around it."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif closure := getattr(value, "__closure__", None):
+        value = [cell.cell_contents for cell in closure]
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _within(each)
+    else:
+        yield value
 
 
 # On ranks.

@@ -1,7 +1,7 @@
 """Lab 17, the judge: which bug a program has, from what it logged."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -29,7 +29,7 @@ def check_verdict(learner: Callable) -> Receipt:
     rows = []
     for dtype, world_size in ((torch.float32, 4), (torch.bfloat16, 2), (torch.float16, random.choice((3, 5, 8)))):
         programs = [(bug, _run(bug, dtype, world_size)) for bug in (*breaks.VERDICTS, breaks.RIGHT)]
-        programs.append((breaks.HASH, replace(programs[-1][1], requests=_a_token_apart())))
+        programs += [(breaks.HASH, replace(programs[-1][1], requests=log)) for log in _foreign_hits()]
         for bug, seen in programs:
             said = learner(seen)
             if said not in breaks.VERDICTS:
@@ -49,11 +49,16 @@ def _run(bug: str, dtype: torch.dtype, world_size: int) -> Seen:
     return seen
 
 
-def _a_token_apart() -> tuple[tuple[str, tuple[int, ...], int], ...]:
-    """Two adapters' prompts differ in the last token of a block, and then one gets the other's block."""
+def _foreign_hits() -> Iterator[tuple[tuple[str | None, tuple[int, ...], int], ...]]:
+    """Logs in which one request continues on another adapter's block: prompts differ in the last token of a block; the
+    base has an adapter's block, and the other way round; an adapter computes the block itself, but later."""
     *same, one, other = random.sample(range(1000), breaks.BLOCK + 1)
-    longer = (*same, one, *random.choices(range(1000), k=breaks.BLOCK))
-    return ("red", (*same, one), 0), ("blue", (*same, other), 0), ("blue", longer, breaks.BLOCK)
+    block, size = (*same, one), breaks.BLOCK
+    longer = (*block, *random.choices(range(1000), k=size))
+    yield ("red", block, 0), ("blue", (*same, other), 0), ("blue", longer, size)
+    yield ("red", block, 0), (None, longer, size)
+    yield (None, block, 0), ("red", longer, size)
+    yield ("red", block, 0), ("blue", longer, size), ("blue", block, 0)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

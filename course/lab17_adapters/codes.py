@@ -1,9 +1,8 @@
 """A weight as NF4 codes, for exercise 3: it decodes itself when it is asked to, and holds no floats until then."""
 
-import weakref
-
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from minillm.quantize import NF4, QuantizedLinear
 
@@ -28,11 +27,11 @@ class WatchedCodes(Codes):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
-        self._given: list[weakref.ref] = []
+        self._given: list[StorageWeakRef] = []
 
     def weight(self) -> Tensor:
         decoded = super().weight()
-        self._given.append(weakref.ref(decoded))
+        self._given.append(StorageWeakRef(decoded.untyped_storage()))
         return decoded
 
     @property
@@ -42,4 +41,4 @@ class WatchedCodes(Codes):
     @property
     def held(self) -> int:
         """How many of the decoded weights are still in memory."""
-        return sum(each() is not None for each in self._given)
+        return sum(not each.expired() for each in self._given)

@@ -12,8 +12,7 @@ from course.kit.exercises import alternative, mistake
 mistake(
     "lora-layer",
     "B random as well",
-    {"torch.nn.Parameter(torch.zeros(outputs, rank, dtype=base.weight.dtype))":
-     "torch.nn.Parameter(torch.randn(outputs, rank, dtype=base.weight.dtype))"},
+    {"base.weight.new_zeros(outputs, rank)": "torch.randn(outputs, rank).to(base.weight)"},
     expect="Training has to begin at the base",
 )  # fmt: skip
 mistake(
@@ -27,7 +26,7 @@ mistake(
     "A zero, B random",
     {
         "uniform_(-1, 1) / inputs**0.5": "zero_()",
-        "torch.zeros(outputs, rank, dtype=base.weight.dtype)": "torch.randn(outputs, rank, dtype=base.weight.dtype)",
+        "base.weight.new_zeros(outputs, rank)": "torch.randn(outputs, rank).to(base.weight)",
     },
     expect="A is zero",
 )
@@ -83,16 +82,40 @@ mistake(
     "lora-layer",
     "always float32",
     {
-        "torch.empty(rank, inputs, dtype=base.weight.dtype)": "torch.empty(rank, inputs)",
-        "torch.zeros(outputs, rank, dtype=base.weight.dtype)": "torch.zeros(outputs, rank)",
+        "base.weight.new_empty(rank, inputs)": "base.weight.new_empty(rank, inputs, dtype=torch.float32)",
+        "base.weight.new_zeros(outputs, rank)": "base.weight.new_zeros(outputs, rank, dtype=torch.float32)",
     },
     expect="use the base's",
 )
 mistake(
     "lora-layer",
+    "three dimensions and no other",
+    {"(x @ self.A.T) @ self.B.T": "torch.einsum('btr,or->bto', torch.einsum('bti,ri->btr', x, self.A), self.B)"},
+    expect="any number of dimensions",
+)
+mistake(
+    "lora-layer",
+    "always computed in float32",
+    {"(x @ self.A.T) @ self.B.T": "(x.float() @ self.A.float().T) @ self.B.float().T"},
+    expect="has fewer digits than torch.float64",
+)
+mistake(
+    "lora-layer",
+    "an output in float64",
+    {"self.scale * ((x @ self.A.T) @ self.B.T)": "self.scale * ((x @ self.A.T) @ self.B.T).double()"},
+    expect="as x and the layer are",
+)
+mistake(
+    "lora-layer",
+    "the bound of the outputs",
+    {"inputs**0.5": "outputs**0.5"},
+    expect="uniform within 1 / √in",
+)
+mistake(
+    "lora-layer",
     "A and B in the other orientation",
     {
-        "torch.empty(rank, inputs, dtype=base.weight.dtype)": "torch.empty(inputs, rank, dtype=base.weight.dtype)",
+        "base.weight.new_empty(rank, inputs)": "base.weight.new_empty(inputs, rank)",
         "(x @ self.A.T) @ self.B.T": "(x @ self.A) @ self.B.T",
     },
     expect="A is .*the exercise asks for a tensor",
@@ -130,6 +153,16 @@ class ByLinear(nn.Module):
     def forward(self, x):
         low = F.linear(x * (self.alpha / self.rank), self.A)
         return self.base(x) + F.linear(low, self.B)
+
+
+alternative(
+    "lora-layer",
+    "the base's parameters without the base",
+    {
+        "self.base = base.requires_grad_(False)": "self.W, self.b = base.requires_grad_(False).weight, base.bias",
+        "self.base(x)": "torch.nn.functional.linear(x, self.W, self.b)",
+    },
+)
 
 
 # Merging.
@@ -172,6 +205,12 @@ mistake(
     "merge",
     "in float32",
     {"(weight + update).to(weight.dtype)": "weight + update"},
+    expect="as W is",
+)
+mistake(
+    "merge",
+    "bfloat16 for all 16 bits",
+    {"to(weight.dtype)": "to(torch.bfloat16 if weight.itemsize == 2 else weight.dtype)"},
     expect="as W is",
 )
 mistake(

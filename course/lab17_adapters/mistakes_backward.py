@@ -44,6 +44,22 @@ mistake(
 )
 mistake(
     "nf4-backward",
+    "the input is kept by a function",
+    {"ctx.codes = codes": "ctx.codes = codes\n        ctx.input = lambda: x"},
+    expect="and this one is frozen",
+)
+mistake(
+    "nf4-backward",
+    "a transposed weight is kept in a dict",
+    {
+        "ctx.codes = codes": "ctx.kept = {'w': codes.weight().T.contiguous()}",
+        "return x @ codes.weight().T": "return x @ ctx.kept['w']",
+        "return dy @ ctx.codes.weight(), None": "return dy @ ctx.kept['w'].T, None",
+    },
+    expect="a decoded weight",
+)
+mistake(
+    "nf4-backward",
     "the weight the other way round in backward",
     {"return dy @ ctx.codes.weight(), None": "return dy @ ctx.codes.weight().flip(0), None"},
     says="The gradient met the weight's rows in another order.",

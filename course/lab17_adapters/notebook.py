@@ -79,9 +79,9 @@ class LoRA(torch.nn.Module):
         self.base = base.requires_grad_(False)
         self.scale = alpha / rank
         outputs, inputs = base.weight.shape
-        start = torch.empty(rank, inputs, dtype=base.weight.dtype).uniform_(-1, 1) / inputs**0.5
+        start = base.weight.new_empty(rank, inputs).uniform_(-1, 1) / inputs**0.5
         self.A = torch.nn.Parameter(start)
-        self.B = torch.nn.Parameter(torch.zeros(outputs, rank, dtype=base.weight.dtype))
+        self.B = torch.nn.Parameter(base.weight.new_zeros(outputs, rank))
         # END SOLUTION
 
     def forward(self, x):
@@ -291,9 +291,9 @@ receipts.fits(guess_fit)
 
 # %%
 def adapter_key(adapter):
-    """adapter: None, or (scale, {name of a layer: (A, B)}) -> bytes that begin a key: b"" for None,
-    else a hash of 64 bits or more. Equal exactly if scale, names of layers, and dtypes, shapes and
-    values of all matrices are equal."""
+    """adapter: None, or (scale, {name of a layer: (A, B)}), scale a float -> bytes that begin a key:
+    b"" for None, else a hash of 64 bits or more. Equal exactly if scale, names of layers, and
+    dtypes, shapes and values of all matrices are equal."""
     # BEGIN SOLUTION
     if adapter is None:
         return b""
