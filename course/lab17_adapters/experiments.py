@@ -99,6 +99,15 @@ def predicted_bytes(name: str, rank: int, shape=SMALL, batch: int = STEP[0], seq
     return dict(zip(PARTS, (weights, seen.gradients, seen.optimizer, seen.activations, seen.temporaries), strict=True))
 
 
+def activation_shares(rank: int = 8) -> tuple[float, float]:
+    """Activations at the loss of a LoRA step, over those of all weights: adapters on all layers, on q and v."""
+    full = training_step(SMALL, *STEP).moments["loss"].activations
+    all_layers, two = (
+        Adapters(SMALL, rank, layers).step_memory(*STEP).activations for layers in (LAYERS, ("q_proj", "v_proj"))
+    )
+    return all_layers / full, two / full
+
+
 # Stages of training.
 
 TEMPLATE = (
@@ -249,12 +258,11 @@ TOKENS, LAYER, RANK = 16, 1024, 16
 
 @dataclass(frozen=True)
 class BatchCost:
-    """A decode step of `TOKENS` requests through one layer. CPU seconds: grouped, as a loop over requests, with a
-    merged weight for each different adapter, and of the base alone."""
+    """A decode step of `TOKENS` requests through one layer. CPU seconds: grouped, with a merged weight for each
+    different adapter, and of the base alone."""
 
     different: int
     grouped: float
-    loop: float
     merged: float
     base: float
 
@@ -273,7 +281,6 @@ def batch_costs(grouped: Callable, counts: Sequence[int] = (1, 4, 16), repeats: 
         which = torch.arange(TOKENS) % different
         works = (
             lambda: grouped(x, weight, pairs, which),  # noqa: B023
-            lambda: [grouped(x[n : n + 1], weight, pairs, which[n : n + 1]) for n in range(TOKENS)],  # noqa: B023
             lambda: [x[which == n] @ merged[n].T for n in range(different)],  # noqa: B023
             lambda: x @ weight.T,
         )

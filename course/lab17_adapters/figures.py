@@ -99,8 +99,7 @@ def draw_costs(found: Sequence[BatchCost]) -> Figure:
     figure, axes = subplots(width=8.5, height=3.5)
     counts = [each.different for each in found]
     for index, (name, label) in enumerate(
-        (("grouped", "grouped"), ("loop", "a loop over requests"), ("merged", "a merged weight for each adapter"),
-         ("base", "the base alone"))
+        (("grouped", "grouped"), ("merged", "a merged weight for each adapter"), ("base", "the base alone"))
     ):  # fmt: skip
         drawn = look(index)
         times = [getattr(each, name) * 1e3 for each in found]

@@ -31,6 +31,13 @@ def step_share(adapters: Adapters, context: float) -> float:
     return adapters.training_flops(context).total / (3 * forward_flops(adapters.shape, context).total)
 
 
+def token_bytes(name: str = "llama-3-70b", rank: int = 16, tokens: int = 1024) -> float:
+    """Activations that all blocks keep for backward, in 16 bits and without recomputation: bytes per token."""
+    adapters = of_model(name, rank)
+    blocks = (adapters.block_activation_bytes(tokens, block == 0, 2) for block in range(adapters.shape.num_layers))
+    return sum(blocks) / tokens
+
+
 @dataclass(frozen=True)
 class FineTune:
     """Bytes on each card. frozen: weights that do not learn; trained: those that do, their gradients, masters and
@@ -47,8 +54,8 @@ class FineTune:
 
 
 def fine_tunes(name: str = "llama-3-70b", rank: int = 16, cards: int = NODE, free: float = 0.1) -> list[FineTune]:
-    """Three ways to train a model, states sharded over the cards; 18 bytes a trained number: weight and gradient in 16
-    bits, master, two moments, and a 32-bit sum of gradients. In NF4 the base is whole on every card."""
+    """Three ways to train a model, states sharded over the cards; 18 bytes a trained number: weight in 16 bits,
+    gradient, master and two moments in 32 (lab 02). In NF4 the base is whole on every card."""
     model = architecture(name)
     trained = 18 * of_model(name, rank).parameters / cards
     tables = 2 * model.table  # embedding and head, which stay in 16 bits

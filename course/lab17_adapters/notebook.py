@@ -24,8 +24,8 @@
 # >
 # > - *"LoRA can reduce the number of trainable parameters by 10,000 times and the GPU memory requirement by 3 times"*
 # >   ([Hu et al. 2021](https://arxiv.org/abs/2106.09685), abstract). Of GPT-3, with rank 4 on two matrices, and of the
-# >   memory of Adam's states. With adapters in every block FLOPs fall by a third at most (section 1), activations hardly
-# >   (section 3).
+# >   memory of Adam's states. FLOPs fall by about a third (section 1). In section 3's model activations fall by a seventh
+# >   with adapters on all layers, and by a third with adapters on q and v alone.
 # > - *"... no additional inference latency"* (the same abstract). Of a merged adapter. One that is to be shared by a batch
 # >   with others stays apart, and costs two thin products per layer (section 5).
 # > - *"LoRA performs on-par or better than fine-tuning in model quality"* (the same abstract). Near the base. Far from it
@@ -49,8 +49,8 @@ from minillm.comm import launch
 
 # %%
 guess_numbers = 1e6  # numbers of an adapter of rank 16 beside a matrix of 4,096 x 4,096
-guess_share = 0.1  # FLOPs of a step of adapters on all layers, of one that trains all weights
-guess_less = 10.0  # times fewer bytes of such a step
+guess_share = 0.1  # FLOPs of a step with adapters on all layers, as a share of one that trains all weights
+guess_less = 10.0  # times fewer bytes of such a step: a model of 3.4 million parameters, 128 tokens a step
 guess_fit = 1000  # adapters of rank 16, on all layers of Llama 3 8B, in 10 GB
 guess_states = 40.0  # GB on each of 8 cards for Llama 3 70B with adapters, without activations
 
@@ -147,8 +147,8 @@ merged, unmerged = check("merge", (merged, unmerged))
 receipts.stages()
 
 # %% [markdown]
-# The loss compares the two answers and nothing else. Often *both* become less likely
-# ([Pal et al. 2024](https://arxiv.org/abs/2402.13228)): watch the likelihoods beside it.
+# The loss compares the two answers and nothing else. Here the preferred answer became more likely and the other less.
+# Often *both* become less likely ([Pal et al. 2024](https://arxiv.org/abs/2402.13228)): watch the likelihoods beside it.
 #
 # ## 3 · Memory, and a base in 4 bits
 #
@@ -197,10 +197,12 @@ show(memory_of_a_step)
 receipts.step_memory(steps, guess_less)
 
 # %% [markdown]
-# With all weights the fullest moment comes at the end of backward, when gradients have taken the place of activations. With
-# adapters it comes at the loss, and activations, which do not depend on the rank, are two fifths of a LoRA step and more
-# than half of a QLoRA step: recomputation (lab 02) shrinks them. In a large model weights and states outweigh them. Move the
-# sliders:
+# With all weights the fullest moment comes in the first block, the last that backward visits: most gradients are there, and
+# few activations. LoRA's comes at the loss, QLoRA's in backward, while the largest layer is decoded. Activations hardly
+# depend on a small rank. They are two fifths of a LoRA step and more than half of a QLoRA step: recomputation (lab 02)
+# shrinks them. How far adapters shrink them depends on where adapters are: a frozen layer without one keeps no input.
+#
+# Weights and states outweigh them in a large model that sees few tokens. Move the sliders:
 
 # %%
 show(figures.states_on_a_card)
@@ -310,9 +312,10 @@ def adapter_key(adapter):
 adapter_key = check("adapter-key", adapter_key)
 
 # %% [markdown]
-# minillm's engine does both. `LLM(model, adapters={"red": FOLDER, ...})` reads peft's folders into a store with a byte
-# budget (`minillm/adapters/store.py`), and `generate(prompts, adapter=[...])` mixes them. Three adapters and the base, two
-# requests each, all with the same 40 tokens at the beginning:
+# `LLM(model, adapters={"red": FOLDER, ...})` reads peft's folders into a store with a byte budget
+# (`minillm/adapters/store.py`), and `generate(prompts, adapter=[...])` mixes them in a batch. Keys begin with a digest of
+# the adapter, and with its number: here two names share nothing even if their weights are equal, as one of them may fail to
+# load. Three adapters and the base, two requests each, all with the same 40 tokens at the beginning:
 
 # %%
 receipts.served()
@@ -329,8 +332,8 @@ receipts.served()
 receipts.forgotten_key()
 
 # %% [markdown]
-# It looks like a success: more hits, no error. Each later request continues on keys and values that another
-# adapter computed.
+# It looks like a success: more hits, no error. The first request, red's, leaves its blocks to all others. Six of the eight
+# continue on keys and values that another adapter computed, and answers change.
 #
 # ### Gradients that are finished twice
 #
@@ -473,14 +476,15 @@ receipts.peer()
 # | what | here | elsewhere |
 # |---|---|---|
 # | a LoRA layer, rsLoRA | `LoraConfig(16, ("q", "v"), rslora=True)` | peft 0.21 `LoraConfig(r=16, target_modules=["q_proj", "v_proj"], use_rslora=True)` |
-# | QLoRA | `train --base DIR --lora 16 --qlora` | transformers `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")` and peft |
+# | QLoRA | `train --base DIR --lora 16 --qlora` | transformers 5 `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")` and peft 0.21 |
 # | answers only, preferences | `--data CHATS.jsonl`, `--dpo 0.1` | TRL 0.26 `SFTConfig(assistant_only_loss=True)`, `DPOTrainer` |
 # | many adapters | `LLM(model, adapters={...})` | vLLM 0.8.5 `--enable-lora --lora-modules red=DIR --max-loras 16 --max-lora-rank 64 --max-cpu-loras 256` |
 #
 # Sources: [peft's LoRA guide](https://huggingface.co/docs/peft/developer_guides/lora),
-# [vLLM's page on LoRA adapters](https://docs.vllm.ai/en/v0.8.5/features/lora.html),
-# [TRL](https://huggingface.co/docs/trl/sft_trainer), 2026. vLLM computes every adapter in buffers of `--max-lora-rank`:
-# set it to the largest rank you serve and not higher.
+# [TRL's SFT trainer](https://huggingface.co/docs/trl/v0.26.0/sft_trainer),
+# [vLLM 0.8.5's page on LoRA adapters](https://docs.vllm.ai/en/v0.8.5/features/lora.html), of 2025; the three limits are
+# still there in [0.11.0](https://docs.vllm.ai/en/v0.11.0/api/vllm/config/lora.html). `--max-lora-rank` bounds the rank of
+# every adapter: set it to the largest rank you serve and not higher.
 #
 # ## On a cluster
 #
@@ -505,9 +509,9 @@ design.interview()
 # **1. What does LoRA save in training, and what not?**
 # <details><summary>Answer</summary>
 #
-# Gradients, masters and moments of the frozen weights: with 18 bytes a parameter, 16 of them. With adapters in
-# every block, a third of the FLOPs at most: the gradients of frozen weights. Not the weights, hardly the activations:
-# backward passes every layer above the first adapter.
+# Gradients, masters and moments of the frozen weights: of 18 bytes a parameter (16-bit weight 2, 32-bit gradient 4,
+# master 4, moments 8) all but the 2 of the weight. About a third of the FLOPs: the gradients of frozen weights. Not the
+# weights, and of activations only the inputs of layers without an adapter: backward passes every layer above the first.
 #
 # *Follow-up: and QLoRA?* The weights, from 16 bits to 4.127, for decoding each of them twice in a step.
 # </details>
@@ -566,17 +570,19 @@ design.design_tenants()
 # <details><summary>D1 and D2: a worked answer</summary>
 #
 # D1: all weights with Adam take 158.7 GB on each card and do not fit. LoRA with the base sharded (ZeRO-3) takes 18.1 GB and
-# leaves 53.9 GB for activations: long windows without recomputation. Its price is gathering 141 GB of weights over NVLink,
-# twice in a step, so take large microbatches, or tensor parallelism over the eight cards, which sends activations instead.
+# leaves 53.9 GB for activations: about 1,900 tokens on each card at 27.9 MB a token, so longer windows need recomputation.
+# Its price is gathering 141 GB of weights over NVLink, twice in a step, so take large microbatches, or tensor parallelism
+# over the eight cards, which sends activations instead.
 # QLoRA takes 40.0 GB, gathers nothing, and would train on a single card as well; it decodes each weight twice in a step
 # and starts from a rounded base. More nodes: if two ranks show that the loss goes on falling, and all weights have to learn.
 #
-# D2: one adapter is 83.9 MB, all of them 83.9 GB: 119 fit into 10 GB beside base and cache, the rest waits in host memory,
-# 1.3 ms away over PCIe at 64 GB/s. If every card serves all tenants, equally busy, 64 requests have 62 different adapters,
-# and a step takes 8.6 ms instead of 7.0; 62 merged models in turn would take 280 ms. Better send tenants to cards by a hash
-# of their name. Then a card has 250 of them with 21.0 GB of adapters: 119 stay, 131 wait in host memory, and 64 requests
-# have 57 different ones, 8.5 ms a step. A tenant with a fifth of the traffic gets a merged model on a card of its own.
-# Limit different adapters per step, and count quotas per tenant.
+# D2: one adapter is 83.9 MB, all of them 83.9 GB: 119 fit into 10 GB beside base and cache, the rest waits in host
+# memory, 1.3 ms away over PCIe at 64 GB/s. If every card serves all tenants, equally busy, 64 requests have 62
+# different adapters, and a step takes 8.6 ms instead of 7.0; 62 merged models in turn would take 280 ms, were there
+# room for their 996 GB. Better send tenants to cards by a hash of their name. Then a card has 250 of them with 21.0 GB
+# of adapters: 119 stay, 131 wait in host memory, and 64 requests have 57 different ones, 8.5 ms a step. A tenant with a
+# fifth of the traffic gets a merged model on a card of its own. Limit different adapters per step, and count quotas per
+# tenant.
 # </details>
 #
 # ### Capstone (open)

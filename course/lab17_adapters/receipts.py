@@ -59,12 +59,13 @@ def stages() -> Receipt:
         [
             row("fine-tuning: tokens that count, those of the answer", found.answer, found.counted),
             row("preference: loss of a pair before training, ln 2", math.log(2), found.losses[0], "nats", 1e-6),
+            row("    log-likelihood of the preferred answer, before and after", None, (first[0], last[0]), "nats"),
+            row("    log-likelihood of the other", None, (first[1], last[1]), "nats"),
             row("adapters switched off: the base's logits, bit for bit", True, found.equal),
             formula("pre-training: tokens of the conversation that count, all but the first", found.tokens - 1),
             row(f"preference: loss after {len(found.losses) - 1} steps", None, found.losses[-1], "nats"),
-            row("    log-likelihood of the preferred answer over the other: before", None, first[0] - first[1]),
-            row("    and after", None, last[0] - last[1]),
         ],
+        open_rows=4,
     )
 
 
@@ -74,11 +75,16 @@ def stages() -> Receipt:
 def step_memory(found: tuple[StepBytes, ...] | None = None, guess_less: float | None = None) -> Receipt:
     """The three ways beside their formulas. guess_less: how many times fewer bytes a LoRA step takes."""
     found = found or experiments.step_bytes()
-    rows = [row(f"{each.name}: a step at its fullest", each.total, each.measured, "B", 0.05) for each in found]
     plain, lora, qlora = found
-    rows.append(formula("LoRA: times fewer bytes", plain.total / lora.total, guess=guess_less))
-    rows.append(formula("QLoRA: times fewer bytes", plain.total / qlora.total))
-    return receipt("a model of 3.4 million parameters, 128 tokens a step", rows, open_rows=1, show="times fewer")
+    shares = [each.predicted["activations"] / each.total for each in (lora, qlora)]
+    rows = [
+        formula("LoRA: times fewer bytes", plain.total / lora.total, guess=guess_less),
+        formula("QLoRA: times fewer bytes", plain.total / qlora.total),
+        formula("activations, share of a step: LoRA, QLoRA", tuple(shares)),
+        formula("    at the loss, over those of all weights: all layers, q and v", experiments.activation_shares()),
+    ]
+    rows += [row(f"{each.name}: a step at its fullest", each.total, each.measured, "B", 0.05) for each in found]
+    return receipt("a model of 3.4 million parameters, 128 tokens a step", rows, open_rows=4)
 
 
 # Many adapters.
@@ -92,7 +98,7 @@ def products(grouped: Callable | None = None) -> Receipt:
         torch.manual_seed(0)
         weight, x = torch.randn(96, 64), torch.randn(16, 64)
         pairs = [(torch.randn(4, 64), torch.randn(96, 4), 0.5) for _ in range(16)]
-    for different in (1, 4, 16):
+    for different in (16, 4, 1):
         which = torch.arange(16) % different
         found = count_products(lambda: grouped(x, weight, pairs, which))  # noqa: B023
         rows.append(row(f"16 requests, {different} adapters: matrix products", 1 + 2 * different, found))
@@ -103,7 +109,7 @@ def products(grouped: Callable | None = None) -> Receipt:
     rows.append(
         formula("Llama 3 8B, 16 merged models: bytes read, over the base's", predict.merged_bytes_read(base, 16) / base)
     )
-    return receipt("a step of 16 requests", rows, open_rows=1, show="16 adapters|16 of rank|16 merged")
+    return receipt("a step of 16 requests", rows, open_rows=1, show="16 of rank|16 merged")
 
 
 def fits(guess_fit: float | None = None) -> Receipt:
@@ -113,13 +119,15 @@ def fits(guess_fit: float | None = None) -> Receipt:
     with serving.folders() as folders:
         sizes = {name: (folder / "adapter_model.safetensors").stat().st_size for name, folder in folders.items()}
     rows = [
-        formula("Llama 3 8B, rank 16, all layers, 16 bits: bytes", adapter, "B"),
-        formula("    that fit into 10 GB", predict.adapters_that_fit(10**10, adapter), guess=guess_fit),
+        formula(
+            "Llama 3 8B, rank 16: that fit into 10 GB", predict.adapters_that_fit(10**10, adapter), guess=guess_fit
+        ),
+        formula("    bytes of one, all layers, 16 bits", adapter, "B"),
     ]
     for name, rank in serving.RANKS.items():
         predicted = Adapters(config, rank, LAYERS).nbytes(4)
         rows.append(row(f"the target, rank {rank}, float32: bytes of its file", predicted, sizes[name], "B", 0.05))
-    return receipt("how many fit", rows, open_rows=2)
+    return receipt("how many fit", rows, open_rows=1)
 
 
 def served() -> Receipt:
@@ -147,18 +155,17 @@ def served() -> Receipt:
 
 def forgotten_key() -> Receipt:
     """The same requests, with the adapter missing in the keys."""
-    answers, _, _ = serving.served(forgets=True)
-    wrong = [each.adapter or "the base" for each in answers if not each.right]
-    foreign = sum(each.hit for each in answers[: len(answers) // 2])
+    (known, _, _), (answers, _, _) = (serving.served(forgets) for forgets in (False, True))
+    wrong = sum(not each.right for each in answers)
+    before, now = (sum(each.hit for each in some) for some in (known, answers))
     return receipt(
         "the adapter is missing in the keys",
         [
-            row("tokens from the cache in the first round: more than none", True, foreign > 0),
-            row("requests with wrong tokens, of 8: some", True, len(wrong) > 0),
-            row("    so many", None, len(wrong)),
+            row(f"tokens from the cache, {before} with the adapter in the keys", None, now),
+            row(f"requests with wrong tokens, of {len(answers)}", None, wrong),
+            row("    more tokens from the cache, and some are wrong", True, now > before and wrong > 0),
         ],
-        open_rows=1,
-        show="requests with wrong",
+        open_rows=2,
     )
 
 
@@ -238,12 +245,11 @@ def batch_costs(found: list[BatchCost]) -> Table:
     """Times of the figure, and how many times longer than the base alone."""
     lines = []
     for each in found:
-        times = (each.grouped, each.loop, each.merged)
+        times = (each.grouped, each.merged)
         lines.append((each.different, *map(seconds, times), each.grouped / each.base, each.merged / each.base))
     columns = (
         "different adapters",
         "grouped",
-        "loop over requests",
         "merged weights",
         "grouped / base",
         "merged / base",

@@ -27,12 +27,15 @@ def interview() -> Table:
 
 def design_node(guess_states: float | None = None) -> Table:
     """D1: Llama 3 70B on eight cards of 80 GB."""
-    lines = [
-        (way.name, f"{way.states / 1e9:.1f} GB", f"{way.left / 1e9:.1f} GB" if way.left > 0 else "does not fit")
-        for way in formulas.fine_tunes()
-    ]
+    token, lines = formulas.token_bytes(), []
+    for way in formulas.fine_tunes():
+        left, tokens = (
+            (f"{way.left / 1e9:.1f} GB", f"{way.left / token:,.0f}") if way.left > 0 else ("does not fit", "—")
+        )
+        lines.append((way.name, f"{way.states / 1e9:.1f} GB", left, tokens))
     title = f"D1: 70B on 8 cards of 80 GB, 10 % kept free (your guess for LoRA: {guess_states} GB a card), by formula"
-    return table(title, ("what is trained", "states on a card", "left for activations"), lines)
+    room = f"tokens, {token / 1e6:.1f} MB each"
+    return table(title, ("what is trained", "states on a card", "left for activations", room), lines)
 
 
 def design_tenants() -> Table:
