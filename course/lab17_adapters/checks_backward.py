@@ -90,15 +90,15 @@ def _floats_kept(node: Any) -> int:
     return sum(each.untyped_storage().nbytes() for each in held.values())
 
 
-def _within(value: Any) -> Iterator[Any]:
+def _within(value: Any, depth: int = 5) -> Iterator[Any]:
     """What a value holds: entries of lists, tuples and dicts, and what a function took from around it."""
     if isinstance(value, dict):
         value = list(value.values())
     elif closure := getattr(value, "__closure__", None):
         value = [cell.cell_contents for cell in closure]
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and depth:
         for each in value:
-            yield from _within(each)
+            yield from _within(each, depth - 1)
     else:
         yield value
 

@@ -49,8 +49,10 @@ from minillm.comm import launch
 
 # %%
 guess_numbers = 1e6  # numbers of an adapter of rank 16 beside a matrix of 4,096 x 4,096
-guess_share = 0.1  # FLOPs of a step with adapters on all layers, as a share of one that trains all weights
-guess_less = 10.0  # times fewer bytes of such a step: a model of 3.4 million parameters, 128 tokens a step
+# FLOPs of a step with adapters on all layers, as a share of a step that trains all weights
+guess_share = 0.1
+# how many times fewer bytes a LoRA step takes: a model of 3.4 million parameters, 128 tokens
+guess_less = 10.0
 guess_fit = 1000  # adapters of rank 16, on all layers of Llama 3 8B, in 10 GB
 guess_states = 40.0  # GB on each of 8 cards for Llama 3 70B with adapters, without activations
 
@@ -293,9 +295,9 @@ receipts.fits(guess_fit)
 
 # %%
 def adapter_key(adapter):
-    """adapter: None, or (scale, {name of a layer: (A, B)}), scale a float -> bytes that begin a key:
-    b"" for None, else a hash of 64 bits or more. Equal exactly if scale, names of layers, and
-    dtypes, shapes and values of all matrices are equal."""
+    """adapter: None, or (scale, {name of a layer: (A, B)}), scale a float -> bytes that begin a
+    key: b"" for None, else a hash of 64 bits or more. Equal exactly if scale, names of layers,
+    and dtypes, shapes and values of all matrices are equal."""
     # BEGIN SOLUTION
     if adapter is None:
         return b""
@@ -481,7 +483,7 @@ receipts.peer()
 # | many adapters | `LLM(model, adapters={...})` | vLLM 0.8.5 `--enable-lora --lora-modules red=DIR --max-loras 16 --max-lora-rank 64 --max-cpu-loras 256` |
 #
 # Sources: [peft's LoRA guide](https://huggingface.co/docs/peft/developer_guides/lora),
-# [TRL's SFT trainer](https://huggingface.co/docs/trl/v0.26.0/sft_trainer),
+# [TRL's SFT trainer](https://huggingface.co/docs/trl/sft_trainer),
 # [vLLM 0.8.5's page on LoRA adapters](https://docs.vllm.ai/en/v0.8.5/features/lora.html), of 2025; the three limits are
 # still there in [0.11.0](https://docs.vllm.ai/en/v0.11.0/api/vllm/config/lora.html). `--max-lora-rank` bounds the rank of
 # every adapter: set it to the largest rank you serve and not higher.
