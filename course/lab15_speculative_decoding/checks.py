@@ -9,7 +9,7 @@ Distributions are enumerated on tiny vocabularies (`tiny_models.py`), passes are
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,27 +41,25 @@ ANSWERS = answers_of("15_speculative_decoding")
 )
 def check_residual(learner: Callable) -> Receipt:
     generator, rows = tiny_models.seeded(), []
-    for vocab in (3, random.randint(4, 9), random.randint(30, 90)):
-        p, q = (tiny_models.random_row(generator, vocab) for _ in range(2))
-        found = _probabilities(learner(p.clone(), q.clone()), vocab)
+    for name, p, q in _pairs(generator):
+        answer = _probabilities(learner(p.clone(), q.clone()), len(p))
+        found = answer.double()
         overlap = torch.minimum(p, q)
         left = (p - q).clamp(min=0)
         off = float((found - left / left.sum()).abs().max())
         if not off <= NOTHING:  # NaN, too
             raise CheckFailed(
-                f"p = {_show(p)}, q = {_show(q)}: you returned {_show(found)}, but it is {_show(left / left.sum())}. "
-                f"They differ by up to {off:.1e}, and {NOTHING:g} is allowed.",
+                f"{name}, p = {_show(p)}, q = {_show(q)}: you returned {_show(found)}, but it is "
+                f"{_show(left / left.sum())}. They differ by up to {off:.1e}, and {NOTHING:g} is allowed."
+                f"{_say_dtype(answer)}",
                 evidence=found,
             )
         together = overlap + (1 - overlap.sum()) * found
-        rows.append(row(f"{vocab} tokens: Σ min(p, q) accepted", None, overlap.sum()))
-        rows.append(
-            row(
-                "    min(p, q) + (1 - Σ min) · residual - p, at most", True, float((together - p).abs().max()) < NOTHING
-            )
-        )
+        fits = float((together - p).abs().max()) < NOTHING
+        rows.append(row(f"{name}: min(p, q) + (1 - Σ min) · residual is p", True, fits))
+        rows.append(row("    accepted: Σ min(p, q)", None, overlap.sum()))
     p = tiny_models.random_row(generator)
-    same = _probabilities(learner(p.clone(), p.clone()), 5)
+    same = _probabilities(learner(p.clone(), p.clone()), 5).double()
     if not float((same - p).abs().max()) <= NOTHING:  # NaN, too
         raise CheckFailed(
             f"p = q gives {same.tolist()}: nothing is left over, and 0/0 is no distribution. Return p itself"
@@ -69,9 +67,22 @@ def check_residual(learner: Callable) -> Receipt:
     return receipt("what a rejection has to make up for", rows)
 
 
+def _pairs(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, p, q): without zeros; after top-k, some tokens 0 in p, in q and in both; and a q of a single 1."""
+    for vocab in (3, random.randint(4, 9), random.randint(30, 90)):
+        yield f"{vocab} tokens", *(tiny_models.random_row(generator, vocab) for _ in range(2))
+    p, q = (model(PROMPT) for model in _differing(generator, random.randint(6, 9), top_k=True))
+    yield f"{len(p)} tokens after top-k", p, q
+    yield f"{len(p)} tokens, a q of a single 1", p, torch.zeros_like(q).index_fill(0, q.argmax(), 1.0)
+
+
 def _probabilities(found: Any, vocab: int) -> Tensor:
     expect(isinstance(found, Tensor) and found.shape == (vocab,), found, f"a tensor of {vocab} probabilities")
-    return found.double()
+    return found
+
+
+def _say_dtype(found: Tensor) -> str:
+    return "" if found.dtype == torch.float64 else f" Your answer is {found.dtype}: p and q are float64, stay there."
 
 
 def _show(row_of: Tensor) -> str:
@@ -94,18 +105,23 @@ def _show(row_of: Tensor) -> str:
 def check_verifier(learner: Callable) -> Receipt:
     generator, rows = tiny_models.seeded(), []
     for k, vocab in ((1, random.randint(5, 12)), (2, 3), (3, 2), (4, 2)):
-        target, draft = _differing(generator, vocab)
-        rows += check_verifier_exactly(learner, target, draft, k)
+        rows += check_verifier_exactly(learner, *_differing(generator, vocab), k)
+    rows += check_verifier_exactly(learner, *_differing(generator, random.randint(6, 9), top_k=True), 1, " after top-k")
     same = Tiny(generator, 2)
     found = tiny_models.enumerated(lambda draw: len(_verified(learner, same, same, 3, draw)[0]))
     rows.append(row("draft = target, K = 3: tokens of every pass", (4,), tuple(found)))
     return receipt("every outcome of the verifier, enumerated", rows)
 
 
-def _differing(generator: torch.Generator, vocab: int) -> tuple[Tiny, Tiny]:
-    """Two models that tell mistakes apart: with 5 tokens, each likes at least two more than the other does."""
+def _differing(generator: torch.Generator, vocab: int, *, top_k: bool = False) -> tuple[Tiny, Tiny]:
+    """Two models that tell mistakes apart: with 5 tokens, each likes at least two more than the other does. top_k: one
+    token is ruled out in both, one in the target only, one in the draft only."""
+    both, ours, other = random.sample(range(vocab), 3) if top_k else (None, None, None)
     while True:
         target, draft = Tiny(generator, vocab), Tiny(generator, vocab)
+        if top_k:
+            target.rule_out(both, ours)
+            draft.rule_out(both, other)
         more = int((target(PROMPT) > draft(PROMPT)).sum())
         if vocab < 5 or 2 <= more <= vocab - 2:
             return target, draft
@@ -129,7 +145,7 @@ def _verified(learner: Callable, target: Tiny, draft: Callable, k: int, draw: An
     return list(found), drafted
 
 
-def check_verifier_exactly(learner: Callable, target: Tiny, draft: Tiny, k: int) -> list:
+def check_verifier_exactly(learner: Callable, target: Tiny, draft: Tiny, k: int, after: str = "") -> list:
     """Rows for K = k; CheckFailed with the likeliest mistake if a distribution or the accepted number is off."""
 
     def run(draw):
@@ -150,11 +166,11 @@ def check_verifier_exactly(learner: Callable, target: Tiny, draft: Tiny, k: int)
         for n in range(1, k + 2)
     ]
     rows = [
-        row(f"K = {k}, {target.vocab} tokens: distance from the target's distribution is 0", True, max(off) < NOTHING),
+        row(f"K = {k}, {target.vocab} tokens{after}: distance from the target's is 0", True, max(off) < NOTHING),
         row("    tokens per pass, expected", expected, length, "", NOTHING),
     ]
     if max(off) >= NOTHING:
-        raise CheckFailed(_say_verifier(off, k), rows, evidence={t: c for t, c in tokens.items() if c > 1e-12})
+        raise CheckFailed(_say_verifier(off, k, after), rows, evidence={t: c for t, c in tokens.items() if c > 1e-12})
     if abs(length - expected) > NOTHING:
         raise CheckFailed(_say_length(length, expected, short > NOTHING), rows)
     return rows
@@ -170,10 +186,14 @@ def _say_length(length: float, expected: float, no_bonus: bool) -> str:
     return head + "exact, yet too strict. Accept with min(1, p/q), not less"
 
 
-def _say_verifier(off: list[float], k: int) -> str:
+def _say_verifier(off: list[float], k: int, after: str) -> str:
     place = next(i for i, each in enumerate(off) if each >= NOTHING)
+    if max(off) < 1e-5:
+        return (
+            f"K = {k}{after}: right to float32's digits only, off by {max(off):.1e}. The rows are float64, stay there"
+        )
     if place == 0:
-        return f"K = {k}: the first token's distribution is off by {off[0]:.3f} (total variation)."
+        return f"K = {k}{after}: the first token's distribution is off by {off[0]:.3f} (total variation)."
     if place == k and k == 1:
         return (
             f"the first token is right, the bonus token is off by {off[place]:.3f}: it is sampled from the target's "

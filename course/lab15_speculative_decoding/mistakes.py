@@ -76,6 +76,14 @@ mistake(
 )
 
 
+mistake(
+    "residual",
+    "p times 1 - q/p, 0 / 0 where both are 0",
+    {"(p - q).clamp(min=0)": "p * (1 - q / p).clamp(min=0)"},
+    says="Where p and q are both 0, as after top-k, q / p is NaN, and NaN > 0 is False: you return p.",
+)
+
+
 @alternative("residual", "p minus the overlap")
 def without_overlap(p, q):
     left = p - torch.minimum(p, q)
@@ -174,6 +182,24 @@ mistake(
     "sampled draft tokens verified as if they were certain",
     {" / q[i, token]": "", "residual(target[i], q[i])": "residual(target[i], torch.eye(len(q[i]))[token])"},
     expect="exact, yet too strict",
+)
+mistake(
+    "verifier",
+    "a residual that is p where p and q are both 0",
+    {
+        "    for i": "    left = (target[:-1] * (1 - q / target[:-1]).clamp(min=0)).sum(-1)\n    for i",
+        "residual(target[i], q[i])": "residual(target[i], q[i]) if left[i] > 0 else target[i]",
+    },
+    expect="after top-k: the first token's distribution is off",
+)
+mistake(
+    "verifier", "makes a float of the number", {"uniform(draw) <": "float(uniform(draw)) <"}, expect="only compare it"
+)
+mistake(
+    "verifier",
+    "a residual in float32",
+    {"residual(target[i], q[i])": "residual(target[i], q[i]).float()"},
+    expect="float32's digits only",
 )
 mistake(
     "verifier", "numbers of its own", {"uniform(draw)": "torch.rand((), generator=draw)"}, expect="draw with uniform"

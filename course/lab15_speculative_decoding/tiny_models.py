@@ -7,6 +7,7 @@
 Distances are total variations, Σ |a - b| / 2: 0 = the same distribution. Nothing is sampled.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -30,9 +31,13 @@ class Tiny:
         self.vocab, self.passes = vocab, 0
         self.logits = scale * torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64)
 
+    def rule_out(self, *tokens: int) -> None:
+        """These are never written, as after top-k."""
+        self.logits[..., list(tokens)] = float("-inf")
+
     def scores(self, tokens: Sequence[int]) -> Tensor:
-        """[vocab], the logits after tokens."""
-        return self.logits[tokens[-2], tokens[-1]]
+        """[vocab], the logits after tokens; the caller's own, to change in place too."""
+        return self.logits[tokens[-2], tokens[-1]].clone()
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """[vocab], the probabilities after tokens."""
@@ -81,7 +86,12 @@ def enumerated(program: Callable[[Script], Any]) -> dict[Any, float]:
 
     try:
         return outcomes(counted)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:
+        if re.search(r"\bNumber\b", str(error)):
+            raise CheckFailed(
+                "in this check uniform(draw) is no float: only compare it, as in `uniform(draw) < ratio`, so that both "
+                "outcomes can be followed"
+            ) from error
         if "Script" in str(error):
             raise CheckFailed(
                 "draw with uniform(draw) and choose(probabilities, draw): then every outcome can be enumerated"
