@@ -92,6 +92,7 @@ mistake(
     expect="your speedup is nan",
 )
 mistake("best-k", "the largest of equals", {", -k)": ", k)"}, expect="best_k is 0")
+mistake("best-k", "a float", {"return max": "return 1.0 * max"}, expect="asks for an int")
 mistake("best-k", "most left out", {"range(most + 1)": "range(most)"}, expect="best_k is")
 
 
@@ -136,8 +137,29 @@ mistake(
     "which-is-exact",
     "a tolerance of a thousandth",
     {"true, places)) > 1e-9": "true, places)) > 1e-3", "possible - 1e-9": "possible - 1e-3"},
+    expect="program",  # of the programs, too, some are off by less
+)
+mistake(
+    "which-is-exact",
+    "a tolerance of a millionth",
+    {"true, places)) > 1e-9": "true, places)) > 1e-6"},
     expect="a program that moves",
 )
+mistake(
+    "which-is-exact",
+    "a tolerance of a twentieth for the acceptance",
+    {"possible - 1e-9": "possible - 0.05"},
+    expect="program B|draft tokens accepted of",
+)
+
+
+@mistake("which-is-exact", "keys of one side", expect="KeyError")
+def keys_of_one_side(found, true, accepted, possible):
+    for places in (1, 2, 3):
+        a, b = first(found, places), first(true, places)
+        if sum(abs(a[each] - b[each]) for each in b) / 2 > NOTHING:
+            return "first token off" if places == 1 else "later tokens off"
+    return "exact" if accepted > possible - NOTHING else "exact, accepts less"
 
 
 @mistake("which-is-exact", "looks at each place alone", expect="a program that moves")

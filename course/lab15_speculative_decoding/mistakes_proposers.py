@@ -54,6 +54,27 @@ mistake(
 )
 
 
+mistake(
+    "honest-draft",
+    "the top_k-th smallest",
+    {"logits.topk(top_k).values[-1]": "logits.sort().values[top_k - 1 if top_k < len(logits) else 0]"},
+    expect="not the request's own distribution",
+)
+mistake("honest-draft", "top-2 whatever top_k", {"topk(top_k)": "topk(min(top_k, 2))"}, expect="own distribution")
+mistake(
+    "honest-draft",
+    "one token too many ruled out",
+    {"logits < lowest": "logits <= (lowest if top_k < len(logits) else lowest - 1)"},
+    expect="own distribution|nan",
+)
+alternative(
+    "honest-draft",
+    "divides the logits in place",
+    {"lowest = logits": "logits /= temperature\n        lowest = logits", "(logits / temperature)": "logits"},
+)
+alternative("honest-draft", "tokens of argmax as they are", {"int(logits.argmax())": "logits.argmax()"})
+
+
 @alternative("honest-draft", "top-k by sorting, one recursive draft token")
 def by_sorting(scores, tokens, k, temperature, top_k, draw):
     if k == 0:
@@ -145,6 +166,21 @@ mistake(
     {"range(min(longest, len(tokens) - 1), 0, -1)": "[min(longest, len(tokens) - 1)]"},
     says="If the longest ending did not occur before, try shorter ones.",
 )
+
+
+mistake(
+    "prompt-lookup", "no default for longest", {"longest=3": "longest"}, expect="missing 1 required positional argument"
+)
+
+
+@mistake("prompt-lookup", "searches in the digits", expect="ends in the digit of another")
+def in_digits(tokens, k, longest=3):
+    text = " ".join(map(str, tokens))
+    for size in range(min(longest, len(tokens) - 1), 0, -1):
+        ending = " ".join(map(str, tokens[-size:]))
+        if (place := text.rfind(ending, 0, len(text) - 1)) >= 0:
+            return [int(token) for token in text[place + len(ending) :].split()[:k]]
+    return []
 
 
 @alternative("prompt-lookup", "an index from endings to what follows")
