@@ -132,13 +132,14 @@ def replay(tokens: Sequence[int], propose, k: int, start: int = 16) -> int:
 
 
 class Uncached:
-    """A model as exercise 3 wants it, all computed anew each time. passes: how often `rows` was called."""
+    """A model as exercise 3 wants it, all computed anew each time. passes: calls, for one row or more."""
 
     def __init__(self, model: Transformer, temperature: float = 0.0):
         self.model, self.temperature, self.vocab, self.passes = model, temperature, model.config.vocab_size, 0
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """[vocab], the distribution after tokens."""
+        self.passes += 1
         return self._rows(list(tokens), 1)[0]
 
     def rows(self, tokens: Sequence[int], drafted: Sequence[int] = ()) -> Tensor:

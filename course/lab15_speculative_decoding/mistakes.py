@@ -254,31 +254,55 @@ mistake(
     "speculative-loop",
     "drops the bonus",
     {"min(k, left - 1)": "min(k, left)", "drafted, q, draw)": "drafted, q, draw)[: max(1, len(drafted))]"},
-    expect="bonus token of each pass is lost",
+    expect="the bonus token is lost",
 )
 mistake(
     "speculative-loop",
     "a pass for each draft token",
     {"target.rows(tokens, drafted)": "torch.cat([target.rows(tokens + drafted[:i]) for i in range(len(rows) + 1)])"},
-    expect="each draft token has a pass of its own",
+    expect="checks 0 draft tokens where K and the end allow",
 )
 mistake(
     "speculative-loop",
     "draft tokens all from the verified tokens",
     {"draft([*tokens, *drafted])": "draft(tokens)"},
-    expect="draft each token after those drafted before it",
+    expect="asked about other tokens",
 )
 mistake(
     "speculative-loop",
     "one draft token a pass, whatever k",
     {"min(k, left - 1)": "min(1, left - 1)"},
-    expect="no pass drafts more than one token",
+    expect="checks 1 draft token where K and the end allow",
+)
+mistake(
+    "speculative-loop",
+    "three draft tokens a pass, whatever k",
+    {"min(k, left - 1)": "min(3, left - 1)"},
+    expect="a pass checks 3 draft tokens, and K is|where K and the end allow",
+)
+mistake(
+    "speculative-loop",
+    "one draft token too few at the end",
+    {"min(k, left - 1)": "max(0, min(k, left - 2))"},
+    expect="where K and the end allow",
+)
+mistake(
+    "speculative-loop",
+    "a pass of the target before the first draft token",
+    {"tokens = list(prompt)\n": "tokens = [*prompt, choose(target.rows(prompt)[0], draw)]\n"},
+    expect="pass 1 checks 0 draft tokens",
+)
+mistake(
+    "speculative-loop",
+    "a second pass for the last token",
+    {"draw)\n    return": "draw)[:-1]\n        tokens.append(choose(target(tokens), draw))\n    return"},
+    expect="distribution is off|a pass of its own",
 )
 mistake(
     "speculative-loop",
     "the draft never sees the answer",
     {"draft([*tokens, *drafted])": "draft([*prompt, *drafted])"},
-    expect="what has been written so far|distribution is off",
+    expect="asked about other tokens|distribution is off",
 )
 mistake("speculative-loop", "writes beyond the end", {"min(k, left - 1)": "k"}, expect="you returned .* tokens where")
 alternative(
