@@ -22,7 +22,7 @@ EPSILONS = (0.01, 0.03, 0.09, 0.2, 0.4, 0.7)
 
 
 def overlap(agreement: float = 0.6, temperature: float = 1.0, seed: int = 3) -> Figure:
-    """Two distributions over 8 tokens: what they share is accepted, what p has more is the residual."""
+    """Two distributions over 8 tokens: what they share is accepted; where p is larger, the excess is the residual."""
     draw = np.random.default_rng(seed)
     ours, other = draw.normal(0, 1.6, 8), draw.normal(0, 1.6, 8)
     scores = np.stack([ours, agreement * ours + (1 - agreement) * other]) / temperature
@@ -127,7 +127,7 @@ def draw_sweep(found: Sweep) -> Figure:
 
 
 def draw_table(found: dict[str, Compared | None]) -> Figure:
-    """Tokens per pass and speedup of every proposer."""
+    """Tokens per pass and speedup of every proposer: measured, and by formula from the run's own acceptance and costs."""
     present = {name: each for name, each in found.items() if each is not None}
     names, values = list(present), list(present.values())
     figure, (left, right) = subplots(1, 2, width=9, height=3.4)

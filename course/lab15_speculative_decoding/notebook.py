@@ -13,7 +13,7 @@
 # A cheap proposer drafts a few tokens; the target checks them all in one pass.
 # Stands on labs 12 (the cost of a pass) and 13 (the paged cache).
 #
-# The core path, the seven exercises with sections 1 to 4, takes two hours; with the questions at the end plan three to
+# The core path, sections 1 to 4 and exercise 7 (*Break it*), takes two hours; with the questions at the end plan three to
 # four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. Why does the output follow the target's distribution exactly, however bad the draft is?
@@ -95,7 +95,7 @@ sliders(figures.overlap, agreement=(0.0, 1.0), temperature=(0.3, 3.0), seed=(0, 
 
 # %%
 def residual(p, q):
-    """p, q: [vocab] -> [vocab], the distribution to sample from after a rejection;
+    """p, q: [vocab], float64 -> [vocab], the distribution to sample from after a rejection;
     p itself where p = q."""
     # BEGIN SOLUTION
     left = (p - q).clamp(min=0)
@@ -122,12 +122,13 @@ receipts.one_draft_token()
 #
 # Now K draft tokens and the K + 1 rows of one pass. Use `uniform(draw)` (a number from [0, 1)) and
 # `choose(probabilities, draw)` (a token) for every random choice, and nothing else: the check then runs your function
-# once for each way in which these choices can fall and adds up probabilities. It needs no sampling and no luck.
+# once for each way in which these choices can fall and adds up probabilities. It needs no sampling and no luck. For
+# this, `uniform(draw)` is no float there: only compare it, as in `uniform(draw) < ratio`.
 
 
 # %%
 def verify_draft(target, drafted, q, draw):
-    """target: [k + 1, vocab], q: [k, vocab], drafted: k tokens sampled from q
+    """target: [k + 1, vocab], q: [k, vocab], both float64; drafted: k tokens sampled from q
     -> the accepted ones and one more."""
     # BEGIN SOLUTION
     for i, token in enumerate(drafted):
@@ -151,7 +152,7 @@ print(inspect.getsource(verify))
 # ### Exercise 3 · the loop (20 minutes)
 #
 # `draft(tokens)` returns one row of q; `target.rows(tokens, drafted)` returns the K + 1 rows of one pass. The check
-# counts the passes.
+# counts the passes of the target.
 
 
 # %%
@@ -353,7 +354,7 @@ receipts.sweep(swept)
 # takes each sequence's own recent acceptance and the formula above, down to K = 0:
 
 # %%
-receipts.adaptive(swept, best_k)
+receipts.adaptive(swept)
 
 # %% [markdown]
 # ## 5 · All proposers (skip on a first reading)
@@ -375,7 +376,8 @@ table = runs.table("code", 2)
 
 
 def proposers():
-    """Tokens per pass and speedup of every proposer on code, predicted beside measured."""
+    """Tokens per pass and speedup of every proposer on code: measured, and by formula from
+    the acceptance and costs of the same run."""
     return figures.draw_table(table)
 
 
@@ -385,6 +387,8 @@ show(proposers)
 receipts.proposers(table)
 
 # %% [markdown]
+# - The formulas are fed with the acceptance and costs of the same run. They explain it and predict nothing: what differs
+#   are draft tokens beyond an answer's end.
 # - **The text is the target's in every row.** A bad proposer costs time, never quality.
 # - **On a small machine n-gram lookup wins**: a call of any second model costs a good part of the target's pass. Beside a
 #   70B target a 1B draft reads one seventieth of the bytes, and proposers with a model win. Lookahead keeps a pool of
@@ -428,7 +432,8 @@ receipts.programs(verdict)
 # <details><summary>Answer</summary>
 #
 # - **A: the first draft token is never verified** ([lattice#243](https://github.com/ohdearquant/lattice/issues/243)):
-#   the target's rows are off by one. It has the largest distance of all.
+#   the loop begins at the row after it, so the row that should judge it is never looked at. It has the largest distance
+#   of all.
 # - **B: a sampled token is verified as if q = 1** ([EAGLE#329](https://github.com/SafeAILab/EAGLE/issues/329)). It
 #   looks wrong and is exact: accept with p(x), otherwise sample from p without x. That is the residual of a token that
 #   was certain. It only accepts less.
@@ -437,9 +442,9 @@ receipts.programs(verdict)
 #   are drafted, so they are accepted too often.
 # - **D** is right.
 # - **E: the generator is seeded again for each draft token**
-#   ([LLMSpeculativeSampling](https://github.com/feifeibear/LLMSpeculativeSampling)). Each token alone has the right
-#   distribution, but token 2 is judged with the number that just accepted token 1. A test that looks at one token at a
-#   time can never find this.
+#   ([LLMSpeculativeSampling](https://github.com/feifeibear/LLMSpeculativeSampling)). The first token has the right
+#   distribution, but draft token 2 is judged with the number that has just accepted draft token 1. A test of the first
+#   token only can never find this.
 # - **F: the likeliest token, verified as if it had been sampled**
 #   ([transformers#32867](https://github.com/huggingface/transformers/issues/32867)). p/q with q < 1 accepts too often,
 #   and a greedy test cannot see it.
@@ -487,8 +492,9 @@ receipts.batches_h100()
 # %% [markdown]
 # At a context of 0 the pass becomes compute-bound at 295 tokens (989 TFLOP/s / 3.35 TB/s; lab 12), so from 64 sequences
 # on the draft tokens start to cost time, and at 256 speculation makes the same hardware *slower*. With longer contexts
-# each sequence also reads its own keys and values, once per pass however many tokens are checked: at 2,048 tokens
-# speculation gains as much at batch 256 as at batch 1. An engine should decide by load *and* context.
+# each sequence also reads its own keys and values, once per pass however many tokens are checked: at 1,536 tokens
+# speculation gains nearly as much at batch 256 as at batch 1. (At 2,048 the keys and values of 256 sequences would not
+# fit beside the weights in 80 GB.) An engine should decide by load *and* context.
 #
 # *Short answers behind long prompts* lose as well: the draft model reads the prompt, too, and an answer of n tokens has
 # only n - 1 decode passes from which that can be won back.
@@ -515,10 +521,10 @@ receipts.transformers()
 # | | `"num_speculative_tokens_per_batch_size"` (K by load) | |
 # | `assistant_ensemble_weight` (not lossless) | `"rejection_sample_method"` | always exact |
 #
-# Sources: transformers 5.23's
+# Sources: the documentation of transformers (5.23),
 # [`GenerationConfig`](https://huggingface.co/docs/transformers/main_classes/text_generation) and vLLM's
-# [speculative decoding](https://docs.vllm.ai/en/latest/features/spec_decode.html), 2026. vLLM calls its sampler lossless
-# "up to hardware numerics": with other batch shapes a greedy tie may fall the other way.
+# [speculative decoding](https://docs.vllm.ai/en/v0.17.0/features/speculative_decoding/) (0.17). vLLM calls its sampler lossless
+# "up to the precision limits of hardware numerics": with other batch shapes a greedy tie may fall the other way.
 #
 # ## On a GPU
 #
@@ -609,7 +615,7 @@ receipts.design_draft()
 #
 # D1: the pass reads 139 GB of weights and 21 GB of keys and values at 13.4 TB/s. That takes 12 ms, so plain decoding
 # misses the limit. Checking K + 1 tokens per sequence stays memory-bound (16 · 8 = 128 tokens are far from 295), so the
-# pass hardly grows, and K is limited by cK. K = 1 meets the limit, and K = 6 and K = 7 are best, at 4.6 ms. Choose 3 or
+# pass hardly grows, and K is limited by cK. From K = 1 on the limit is met, and K = 6 and K = 7 are best, at 4.6 ms. Choose 3 or
 # 4: at α = 0.7 they are 12 % and 5 % slower than the best, and less if α is lower than hoped. At α = 0.4 no K meets the
 # limit (8.04 ms at best), so the acceptance on *your* traffic decides and has to be monitored.
 #
