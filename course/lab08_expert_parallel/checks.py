@@ -50,17 +50,24 @@ def _routings() -> list[tuple[str, Tensor, int, Tensor | None]]:
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
     even = torch.randint(0, 2, (6, 40)).double()  # so many ties that an unstable sort mixes them up
     even[0] = 0
+    odd = (torch.arange(40) % 2).double() / 4  # with a bias, too
     nearly = torch.zeros(2, 256).double()
-    nearly[:, 200] = 0.01
+    nearly[:, 200] = 3e-5  # 1e-7 of a score: still 500 of float32's steps
+    climbing, zeros = torch.arange(64).double().expand(2, 64), torch.zeros(3, 8)
     return [
         ("top 2 of 5", 2 * draw(random.randint(4, 60), 5), 2, None),
         ("top 1 of 3", draw(4, 3), 1, None),
         ("top 2 of 6 with a bias", draw(40, 6), 2, 0.6 * draw(6)),
         ("top 3 of 40, scores that tie", even, 3, None),
+        ("top 3 of 40, scores that tie, with a bias", even, 3, odd),
         ("top 1 of 256, one a little higher", nearly, 1, None),
         ("top 2 of 5, logits of hundreds", 800 + (128 * draw(6, 5)).round() / 64, 2, None),  # float32 has them exactly
         ("top 2 of 8, bfloat16 logits", (0.5 * draw(16, 8)).bfloat16(), 2, None),
         ("top 2 of 7, float16 logits", (0.5 * draw(16, 7)).half(), 2, 0.1 * draw(7)),
+        # One step of a 16-bit logit, or of this bias, is lost in a 16-bit score.
+        ("top 4 of 64, bfloat16 logits in a row", (0.5 + climbing / 256).bfloat16(), 4, None),
+        ("top 4 of 64, float16 logits in a row", (0.5 + climbing / 2048).half(), 4, None),
+        ("top 3 of 8, bfloat16 logits, biases in a row", zeros.bfloat16(), 3, 0.5 + torch.arange(8).double() / 1000),
     ]
 
 
@@ -150,24 +157,30 @@ def check_sorting(learner: tuple[Callable, Callable]) -> Receipt:
         name = f"{tokens} tokens, top {k} of {num_experts}"
         experts = torch.rand(tokens, num_experts).argsort(1)[:, :k]
         computed = _judge_sorting(name, dispatch, combine, experts, num_experts)
-        _judge_sorting(f"{name}, the last without rows", dispatch, combine, experts, num_experts + 2)
+        less = f"{name}, float32, the last without rows"
+        _judge_sorting(less, dispatch, combine, experts, num_experts + 2, torch.float32)
         rows.append(row(f"{name}: rows that experts compute, tokens · k", tokens * k, computed))
+    numbers = torch.tensor([*range(2812, 2820), *range(2940, 2948)])  # bytes wrap among them, floats run out of digits
+    many = numbers[torch.rand(2000, 16).argsort(1)[:, :4]]
+    _dispatched("2,000 tokens, top 4 of 2,950", dispatch, many, torch.randn(len(many), 1), 2950)
     return receipt("to experts and back", rows)
 
 
-def _judge_sorting(name: str, dispatch: Callable, combine: Callable, experts: Tensor, num_experts: int) -> int:
+def _judge_sorting(
+    name: str,
+    dispatch: Callable,
+    combine: Callable,
+    experts: Tensor,
+    num_experts: int,
+    dtype: torch.dtype = torch.float64,
+) -> int:
+    """experts: [tokens, k], a slice with gaps between its rows, as a router's sort leaves it."""
     tokens, k = experts.shape
     hidden = random.choice((2, 4, 5))
-    x, matrices = torch.randn(tokens, hidden).double(), torch.randn(num_experts, hidden, hidden).double()
-    weights = torch.rand(tokens, k, dtype=torch.float64)
+    x, matrices = torch.randn(tokens, hidden).to(dtype), torch.randn(num_experts, hidden, hidden).to(dtype)
+    weights, close = torch.rand(tokens, k, dtype=dtype), 1e-9 if dtype == torch.float64 else 1e-4
     leaves = [x.requires_grad_(), weights.requires_grad_()]
-    found = dispatch(x, experts.clone(), num_experts)
-    if not isinstance(found, (tuple, list)) or len(found) != 3:
-        raise CheckFailed(
-            f"dispatch returned {type(found).__name__}; the exercise asks for three: rows, order and counts"
-        )
-    rows, order, counts = found
-    _judge_dispatch(name, rows, order, counts, experts, x, num_experts)
+    rows, order, counts = _dispatched(name, dispatch, experts, x, num_experts)
     dispatch(torch.zeros_like(x), experts.flip(0), num_experts)  # another microbatch, before this one comes back
     parts = rows.split([int(count) for count in counts])
     answers = torch.cat([torch.tanh(part @ matrix) for part, matrix in zip(parts, matrices, strict=True)])
@@ -179,48 +192,71 @@ def _judge_sorting(name: str, dispatch: Callable, combine: Callable, experts: Te
         ]
     )
     expect_tensor(f"{name}: what combine returned", out, right.shape)
-    if not torch.allclose(out, right, rtol=1e-9, atol=1e-9):
+    _expect_dtype(f"{name}: what combine returned", out, dtype)
+    if not torch.allclose(out, right, rtol=close, atol=close):
         raise CheckFailed(f"{name}: combine gives wrong sums", evidence=out.detach())
     upstream = torch.randn_like(right)
     if not out.requires_grad:
         raise CheckFailed(f"{name}: the sums are right, but no gradient can flow back: autograd was left on the way")
     mine_and_right = (torch.autograd.grad(y, leaves, upstream, allow_unused=True) for y in (out, right))
     for label, mine, wanted in zip(("x", "the weights"), *mine_and_right, strict=True):
-        if mine is None or not torch.allclose(mine, wanted, rtol=1e-9, atol=1e-9):
+        if mine is None or not torch.allclose(mine, wanted, rtol=close, atol=close):
             raise CheckFailed(f"{name}: the sums are right, but the gradient of {label} is not: is a part detached?")
     return len(rows)
 
 
-def _whole_numbers(what: str, values: Any) -> list[int]:
+def _dispatched(name: str, dispatch: Callable, experts: Tensor, x: Tensor, num_experts: int) -> Any:
+    """(rows, order, counts) of the learner's dispatch, if they are right."""
+    found = dispatch(x, experts, num_experts)
+    if not isinstance(found, (tuple, list)) or len(found) != 3:
+        raise CheckFailed(
+            f"dispatch returned {type(found).__name__}; the exercise asks for three: rows, order and counts"
+        )
+    _judge_dispatch(name, *found, experts, x, num_experts)
+    return found
+
+
+def _expect_dtype(what: str, found: Tensor, dtype: torch.dtype) -> None:
+    if found.dtype != dtype:
+        raise CheckFailed(f"{what} is {found.dtype}, where what you were given is {dtype}: keep its dtype")
+
+
+def expect_whole(what: str, values: Any, asked: str) -> list[int]:
+    """The numbers; CheckFailed unless they are whole. asked: what the exercise asks for."""
     try:
         return [operator.index(each) for each in values]
     except (TypeError, ValueError, RuntimeError) as error:
         got = f"a tensor {list(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.60}"
-        raise CheckFailed(f"{what} is {got}; the exercise asks for whole numbers: rows, order, counts") from error
+        raise CheckFailed(f"{what} is {got}; the exercise asks for whole numbers: {asked}") from error
 
 
 def _judge_dispatch(
     name: str, rows: Any, order: Any, counts: Any, experts: Tensor, x: Tensor, num_experts: int
 ) -> None:
     flat, k = experts.flatten().tolist(), experts.shape[1]
-    places, loads = _whole_numbers(f"{name}: order", order), _whole_numbers(f"{name}: counts", counts)
+    places = expect_whole(f"{name}: order", order, "rows, order, counts")
+    loads = expect_whole(f"{name}: counts", counts, "rows, order, counts")
     evidence = [places, loads, rows.detach() if isinstance(rows, Tensor) else rows]
     if sorted(places) != list(range(len(flat))):
         raise CheckFailed(
-            f"{name}: order is {places}; the exercise asks for the pair in each row, each of 0 to {len(flat) - 1} once",
+            f"{name}: order is {places!r:.120}; the exercise asks for the pair in each row, each of 0 to "
+            f"{len(flat) - 1} once",
             evidence=evidence,
         )
     if places != sorted(range(len(flat)), key=lambda pair: (flat[pair], pair)):
         by_expert = [flat[pair] for pair in places]
         if by_expert == sorted(by_expert):
             raise CheckFailed(f"{name}: rows of one expert are not in the order of their tokens: sort stably")
-        raise CheckFailed(f"{name}: by your order rows go to experts {by_expert}: not sorted", evidence=evidence)
-    if loads != [flat.count(expert) for expert in range(num_experts)]:
-        raise CheckFailed(f"{name}: counts are {loads}, one per expert, also for those without rows", evidence=evidence)
+        raise CheckFailed(f"{name}: by your order rows go to experts {by_expert!r:.120}: not sorted", evidence=evidence)
+    if loads != torch.bincount(experts.flatten(), minlength=num_experts).tolist():
+        raise CheckFailed(
+            f"{name}: counts are {loads!r:.120}, one per expert, also for those without rows", evidence=evidence
+        )
     if not isinstance(rows, Tensor) or rows.shape != (len(flat), x.shape[1]):
         got = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise CheckFailed(
             f"{name}: rows is {got}; the exercise asks for [tokens · k, hidden], {[len(flat), x.shape[1]]}"
         )
+    _expect_dtype(f"{name}: rows", rows, x.dtype)
     if not torch.equal(rows, x[torch.tensor(places) // k]):
         raise CheckFailed(f"{name}: order is right, but the rows are not those of its tokens", evidence=evidence)

@@ -32,10 +32,11 @@ def check_capacity(learner: Callable) -> Receipt:
         (random.randint(9, 60), 4, 2, 1.0),
         (30, 5, 3, 0.75),
         (6, 3, 2, 4.0),
+        (5, 4, 2, 0.0),
         (4200, 2, 1, 1.4012),  # 2,943 places, which 16-bit floats round up and bytes cannot count
     ):
-        experts = (torch.rand(tokens, num_experts) * torch.linspace(1, 2, num_experts)).argsort(1)[:, -k:].contiguous()
-        capacity = moe.capacity(tokens, k, num_experts, factor)
+        experts = (torch.rand(tokens, num_experts) * torch.linspace(1, 2, num_experts)).argsort(1)[:, -k:]
+        capacity = moe.capacity(tokens, k, num_experts, factor) if factor else 0
         found = learner(experts, num_experts, capacity)
         name = f"{tokens} tokens, top {k} of {num_experts}, {capacity} places each"
         expect_tensor(f"{name}: what you returned", found, experts.shape)
@@ -43,6 +44,8 @@ def check_capacity(learner: Callable) -> Receipt:
             raise CheckFailed(
                 f"you returned {found.dtype}; the exercise asks for numbers of experts, and -1 where one is full"
             )
+        if found.dtype != experts.dtype:
+            raise CheckFailed(f"{name}: you returned {found.dtype} for experts of {experts.dtype}: keep their dtype")
         right = _dropped(experts.tolist(), num_experts, capacity)
         if found.tolist() != right:
             raise CheckFailed(_say_drops(name, experts, found.tolist(), right), evidence=found.tolist())

@@ -77,8 +77,6 @@ mistake(
     {".to(torch.promote_types(logits.dtype, torch.float32))": ""},
     expect="bfloat16",
 )
-
-
 mistake(
     "top-k-router",
     "weights without a gradient",
@@ -108,8 +106,6 @@ mistake(
     },
     expect="logits of hundreds",
 )
-
-
 mistake(
     "top-k-router",
     "bfloat16 alone is widened",
@@ -120,6 +116,25 @@ mistake(
     },
     expect="float16 logits",
 )
+mistake(
+    "top-k-router",
+    "ranked in the logits' dtype",
+    {"ranked.sort(": "ranked.to(logits.dtype).sort("},
+    says="The scores were rounded to the logits' 16 bits before they were ranked: rank them in float32 at least.",
+)
+mistake(
+    "top-k-router",
+    "the bias in the logits' dtype",
+    {"else scores + bias": "else scores + bias.to(logits.dtype)"},
+    says="The bias was rounded to the logits' 16 bits, in which its small steps are lost: add it as it is.",
+)
+mistake(
+    "top-k-router",
+    "stable without a bias only",
+    {"stable=True": "stable=bias is None"},
+    expect="with a bias: .* a tie",
+)
+mistake("top-k-router", "scores of six digits", {"ranked.sort(": "ranked.round(decimals=6).sort("}, expect="of 256")
 
 
 alternative(
@@ -259,12 +274,7 @@ def _by_inverse(rows, order, weights):
     return torch.einsum("tkh,tk->th", rows[order.argsort()].view(*weights.shape, -1), weights)
 
 
-mistake(
-    "sort-by-expert",
-    "counts without the last experts",
-    {", minlength=num_experts": ""},
-    expect="counts are .* one per expert",
-)
+mistake("sort-by-expert", "counts without the last experts", {", minlength=num_experts": ""}, expect="one per expert")
 mistake(
     "sort-by-expert",
     "counts as floats",
@@ -295,5 +305,24 @@ def _scales_rows(rows, order, weights):
 
 
 mistake("sort-by-expert", "scales the rows in place", expect="changed its input `rows`")((right.dispatch, _scales_rows))
+mistake(
+    "sort-by-expert",
+    "for contiguous experts only",
+    {"experts.flatten()": "experts.view(-1)"},
+    expect="view size is not compatible",
+)
+mistake("sort-by-expert", "sorted as bytes", {"flat.argsort(": "flat.to(torch.int8).argsort("}, expect="not sorted")
+mistake(
+    "sort-by-expert",
+    "the pair behind the decimal point",
+    {"flat.argsort(stable=True)": "(flat.float() + torch.arange(len(flat)) / len(flat)).argsort()"},
+    expect="sort stably",
+)
+mistake(
+    "sort-by-expert",
+    "sums in float64",
+    {"zeros_like(rows).index_copy(0, order, rows)": "zeros_like(rows).index_copy(0, order, rows).double()"},
+    expect="keep its dtype",
+)
 alternative("sort-by-expert", "expert by expert, added by index")((_expert_by_expert, _index_add))
 alternative("sort-by-expert", "repeated rows, the inverse permutation")((_repeated, _by_inverse))

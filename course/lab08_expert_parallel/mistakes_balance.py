@@ -82,6 +82,18 @@ mistake(
 )
 
 
+mistake(
+    "capacity-drops",
+    "for contiguous experts only",
+    {"experts.flatten()": "experts.view(-1)"},
+    expect="view size is not compatible",
+)
+mistake(
+    "capacity-drops", "as bytes", {".view_as(experts)": ".view_as(experts).to(torch.int8)"}, expect="keep their dtype"
+)
+mistake("capacity-drops", "0 for no limit", {"<= capacity": "<= (capacity or len(flat))"}, expect="0 places each")
+
+
 @alternative("capacity-drops", "rooms in a loop")
 def rooms(experts, num_experts, capacity):
     room, kept = [capacity] * num_experts, []

@@ -93,7 +93,7 @@ sliders(figures.weights_read, experts=[8, 16, 64, 128, 256], top_k=[1, 2, 4, 8])
 def choose(logits, k, bias=None):
     """logits: [tokens, experts] -> (experts, weights), both [tokens, k].
 
-    experts: those with the highest score + bias, highest first, of equal ones the smaller number
+    experts: those with the highest score + bias, highest first; ties: the smaller number
     first. Scores are a softmax over all experts, in float32 or wider. bias: [experts] or None.
     weights: the scores of the chosen experts, without bias, divided by their sum.
     """
@@ -137,7 +137,7 @@ def dispatch(x, experts, num_experts):
 
 def combine(rows, order, weights):
     """rows: [tokens * k, hidden], the experts' answers in that order;
-    weights: [tokens, k] -> [tokens, hidden]."""
+    weights: [tokens, k] -> [tokens, hidden], in the dtype of rows."""
     # BEGIN SOLUTION
     pairs = torch.zeros_like(rows).index_copy(0, order, rows)
     return (pairs.unflatten(0, weights.shape) * weights[..., None]).sum(1)
@@ -160,7 +160,7 @@ dispatch, combine = check("sort-by-expert", (dispatch, combine))
 
 # %%
 def drop_beyond(experts, num_experts, capacity):
-    """experts: [tokens, k] -> the same,
+    """experts: [tokens, k] -> the same, in its dtype,
     with -1 where the expert has already been given `capacity` pairs."""
     # BEGIN SOLUTION
     flat = experts.flatten()
@@ -199,7 +199,7 @@ sliders(figures.drops_by_chance, tokens=[16, 64, 256, 1024], experts=[8, 16, 64]
 # %%
 def balance(probabilities, experts):
     """probabilities: [tokens, E], a softmax of logits;
-    experts: [tokens, k] -> (loss, its gradient by the logits)."""
+    experts: [tokens, k] -> (loss, its gradient with respect to the logits: a tensor [tokens, E])."""
     # BEGIN SOLUTION
     tokens, num_experts = probabilities.shape
     counts = torch.bincount(experts.flatten(), minlength=num_experts)
@@ -287,7 +287,8 @@ def to_experts(rows, counts, group):
     received = group.all_to_all(counts).view(n, each)  # [from, expert here]
     sent, come = counts.view(n, each).sum(1).tolist(), received.sum(1).tolist()
     arrived = group.all_to_all(rows, input_splits=sent, output_splits=come)
-    order = torch.arange(each).repeat(n).repeat_interleave(received.flatten()).argsort(stable=True)
+    expert = torch.arange(each, device=rows.device).repeat(n)
+    order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
     return arrived[order], received.sum(0), (order, sent, come)
     # END SOLUTION
 
