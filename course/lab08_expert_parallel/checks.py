@@ -226,7 +226,7 @@ def expect_whole(what: str, values: Any, asked: str) -> list[int]:
     try:
         return [operator.index(each) for each in values]
     except (TypeError, ValueError, RuntimeError) as error:
-        got = f"a tensor {list(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.60}"
+        got = f"a tensor {list(values.shape)} of {values.dtype}" if isinstance(values, Tensor) else f"{values!r:.60}"
         raise CheckFailed(f"{what} is {got}; the exercise asks for whole numbers: {asked}") from error
 
 

@@ -87,6 +87,30 @@ mistake(
 )
 mistake(
     "tokens-to-experts",
+    "a plan per counts",
+    {
+        "return arrived[order], received.sum(0), (order, sent, come)": (
+            "vars(to_experts)[str(counts)] = (order, sent, come)\n"
+            "    return arrived[order], received.sum(0), str(counts)"
+        ),
+        "order, sent, come = plan": "order, sent, come = vars(to_experts)[plan]",
+    },
+    expect="split|belong|rows|index|wait|was expected",
+)
+mistake(
+    "tokens-to-experts",
+    "never waits",
+    {"input_splits=come, output_splits=sent": "input_splits=come, output_splits=sent, async_op=True"},
+    expect="gave a Work.* is its wait",
+)
+mistake(
+    "tokens-to-experts",
+    "counts as floats",
+    {"received.sum(0), (": "received.sum(0).float(), ("},
+    expect="whole numbers",
+)
+mistake(
+    "tokens-to-experts",
     "float32 on the way back",
     {"torch.empty_like(rows).index_copy(0, order, rows)": "torch.empty(rows.shape).index_copy(0, order, rows.float())"},
     expect="float64 belong",
@@ -105,6 +129,36 @@ alternative(
         "torch.empty_like(rows).index_copy(0, order, rows)": "rows[order.argsort()]",
     },
 )
+
+
+def _numbers_beside_rows(rows, counts, group):
+    """Each row's expert travels as the row does."""
+    n, each = group.world_size, len(counts) // group.world_size
+    sent = counts.view(n, each).sum(1)
+    come = group.all_to_all(sent)
+    splits = {"input_splits": sent.tolist(), "output_splits": come.tolist()}
+    arrived = group.all_to_all(rows, **splits)
+    numbers = group.all_to_all(torch.arange(n * each).repeat_interleave(counts), **splits) - each * group.rank
+    order = numbers.argsort(stable=True)
+    return arrived[order], torch.bincount(numbers, minlength=each), (order, sent.tolist(), come.tolist())
+
+
+alternative("tokens-to-experts", "experts' numbers beside the rows")((_numbers_beside_rows, right.from_experts))
+
+
+def _summed_table(rows, counts, group):
+    """All ranks' counts by an all-reduce."""
+    n, each = group.world_size, len(counts) // group.world_size
+    table = group.all_reduce(
+        torch.zeros(n, n, each, dtype=torch.int64).index_copy(0, torch.tensor([group.rank]), counts.view(1, n, each))
+    )
+    sent, received = table[group.rank].sum(1).tolist(), table[:, group.rank]
+    arrived = group.all_to_all(rows, input_splits=sent, output_splits=received.sum(1).tolist())
+    order = torch.arange(each).repeat(n).repeat_interleave(received.flatten()).argsort(stable=True)
+    return arrived[order], received.sum(0), (order, sent, received.sum(1).tolist())
+
+
+alternative("tokens-to-experts", "a table of all counts by all-reduce")((_summed_table, right.from_experts))
 
 
 def _to_in_messages(rows, counts, group):
@@ -181,6 +235,21 @@ mistake(
     {"(router) / data.world_size": "(router) / 4", "(experts) / data.world_size": "(experts) / 4"},
     expect="rank 0 of 2: .* but 0.5 times as large",
 )
+mistake(
+    "expert-gradients",
+    "all ranks of the job",
+    {
+        "(router) / data.world_size": "(router) / torch.distributed.get_world_size()",
+        "(experts) / data.world_size": "(experts) / torch.distributed.get_world_size()",
+    },
+    expect="rank 0 of 2: .* but 0.5 times as large",
+)
+mistake(
+    "expert-gradients",
+    "float64 whatever comes",
+    {"replicas.all_reduce(experts)": "replicas.all_reduce(experts.double())"},
+    expect="keep its dtype",
+)
 mistake("expert-gradients", "nothing is returned", {"return router, experts": "return None"}, expect="asks for")
 
 
@@ -194,3 +263,19 @@ def corrected(router, experts, data, replicas):
 def divided_first(router, experts, data, replicas):
     parts = replicas.all_gather((experts / data.world_size)[None])
     return data.all_reduce(router / data.world_size), parts.sum(0)
+
+
+@mistake("expert-gradients", "pickles", expect="gather_objects pickles")
+def pickled(router, experts, data, replicas):
+    router = sum(data.gather_objects(router)) / data.world_size
+    return router, sum(replicas.gather_objects(experts)) / data.world_size
+
+
+@mistake("expert-gradients", "a table of all experts, reduced beside the group", expect="beside the groups")
+def beside_the_group(router, experts, data, replicas):
+    ep = data.world_size // replicas.world_size
+    table = experts.new_zeros(ep, *experts.shape)
+    table[data.rank % ep] = experts
+    torch.distributed.all_reduce(table)
+    torch.distributed.all_reduce(router)
+    return router / data.world_size, table[data.rank % ep] / data.world_size

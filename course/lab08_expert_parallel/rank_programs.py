@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.kit.exercises import CheckFailed
+from course.lab08_expert_parallel.checks import expect_whole
 from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group
@@ -36,9 +38,9 @@ class ExchangeRecord:
     """What one rank got and sent. rows, counts: at its experts; home: what came back; payload: bytes of rows, there
     and back; beside: of whole numbers, which say how many come."""
 
-    rows: Any
-    counts: Any
-    home: Any
+    rows: Tensor
+    counts: list[int]
+    home: Tensor
     payload: tuple[int, int]
     beside: int
     calls: Counter
@@ -61,20 +63,29 @@ def _there(group: Group, to_experts: Callable, case: Rows) -> tuple[Any, Ledger]
 
 
 def _back(group: Group, from_experts: Callable, case: Rows, found: Any, there: Ledger) -> ExchangeRecord:
-    if not isinstance(found, (tuple, list)) or len(found) != 3:
-        return ExchangeRecord(found, None, None, (0, 0), 0, there.calls)
     rank, each = group.rank, case.num_experts // group.world_size
+    name = f"rank {rank} of {group.world_size}"
+    if not isinstance(found, (tuple, list)) or len(found) != 3:
+        raise CheckFailed(f"{name}: to_experts gave a {type(found).__name__}; asked for are rows, counts and plan")
     rows, counts, plan = found
-    answers = rows
-    if isinstance(rows, Tensor):  # every row says which expert had it, if counts are right
-        own = torch.as_tensor(counts).tolist()
-        ids = torch.arange(each).repeat_interleave(torch.tensor(own)) if len(own) == each else torch.zeros(0)
-        answers = rows + 1e5 * (each * rank + ids[:, None]) if len(ids) == len(rows) else rows
+    _expect_tensor(f"{name}: to_experts", rows, "rows")
+    own = expect_whole(f"{name}: counts", counts, "rows of each expert")
+    # every row says which expert had it, if counts are right
+    ids = torch.arange(each).repeat_interleave(torch.tensor(own)) if len(own) == each else torch.zeros(0)
+    answers = rows + 1e5 * (each * rank + ids[:, None]) if len(ids) == len(rows) else rows
     with measure.ledger() as back:
         home = from_experts(answers.clone(), plan, group)
+    _expect_tensor(f"{name}: from_experts", home, "its own rows")
     sent = [_bytes(led, floats=True) for led in (there, back)]
     beside = sum(_bytes(led, floats=False) for led in (there, back))
-    return ExchangeRecord(rows, counts, home, (sent[0], sent[1]), beside, there.calls + back.calls)
+    return ExchangeRecord(rows, own, home, (sent[0], sent[1]), beside, there.calls + back.calls)
+
+
+def _expect_tensor(name: str, found: Any, asked: str) -> None:
+    """CheckFailed, before anything is sent back that cannot be: a handle, for one."""
+    if not isinstance(found, Tensor):
+        waits = ": is its wait() missing?" if hasattr(found, "wait") else ""
+        raise CheckFailed(f"{name} gave a {type(found).__name__}; the exercise asks for {asked}{waits}")
 
 
 def _bytes(led: Ledger, floats: bool) -> int:
@@ -86,13 +97,15 @@ def _bytes(led: Ledger, floats: bool) -> int:
 
 @dataclass(frozen=True)
 class Layer:
-    """A router and experts, and every rank's tokens. ep: neighbours that share the experts of one replica."""
+    """A router and experts, and every rank's tokens. ep: neighbours that share the experts of one replica. first: the
+    first of the ranks that share the batch."""
 
     ep: int
     router: Tensor  # [experts, hidden]
     experts: Tensor  # [experts, hidden, hidden]
     tokens: Sequence[Tensor]  # by rank: [tokens, hidden]
     targets: Sequence[Tensor]
+    first: int = 0
 
     top_k = 2
 
@@ -104,31 +117,38 @@ class Layer:
 
 @dataclass(frozen=True)
 class Averaged:
-    """What one rank's learner made of its gradients; sent: bytes by group."""
+    """What one rank's learner made of its gradients; sent: bytes by group; pickled: by gather_objects, uncounted."""
 
-    router: Any
-    experts: Any
+    router: Tensor
+    experts: Tensor
     sent: dict[str, int]
+    pickled: bool
 
 
-def run_gradients(group: Group, learner: Callable, cases: Sequence[Layer]) -> list[Averaged]:
-    """Forward and backward of each rank's own mean loss, then the learner's average over the ranks."""
+def run_gradients(group: Group, learner: Callable, cases: Sequence[Layer]) -> list[Averaged | None]:
+    """Forward and backward of each rank's own mean loss, then the learner's average over the ranks; None where the
+    batch is that of other ranks."""
     return [_gradients(group, learner, case) for case in cases]
 
 
-def _gradients(group: Group, learner: Callable, case: Layer) -> Averaged:
-    world, rank = group.world_size, group.rank
-    starts = range(0, world, case.ep)
-    neighbours = [group.subgroup(range(at, at + case.ep), f"ep{case.ep} experts{at}") for at in starts][rank // case.ep]
-    alike = [group.subgroup(range(at, world, case.ep), f"ep{case.ep} replicas{at}") for at in range(case.ep)][
-        rank % case.ep
-    ]
-    router, experts = local_gradients(case, rank, neighbours)
+def _gradients(group: Group, learner: Callable, case: Layer) -> Averaged | None:
+    world, ep = len(case.tokens), case.ep
+    sharing = range(case.first, case.first + world)
+    data = group if world == group.world_size else group.subgroup(sharing, f"{world} ranks from {case.first}")
+    shared = [data.subgroup(range(at, at + ep), f"ep{ep} experts{at}") for at in range(0, world, ep)]
+    alike = [data.subgroup(range(at, world, ep), f"ep{ep} replicas{at}") for at in range(ep)]
+    if data.rank < 0:
+        return None
+    replicas = alike[data.rank % ep]
+    router, experts = local_gradients(case, data.rank, shared[data.rank // ep])
     with measure.ledger() as led:
-        found = learner(router, experts, group, alike)
-    given = found if isinstance(found, (tuple, list)) and len(found) == 2 else (found, None)
-    sent = {"data": led.bytes(group=group.name), "replicas": led.bytes(group=alike.name)}
-    return Averaged(*given, sent)
+        found = learner(router, experts, data, replicas)
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise CheckFailed(f"you returned {type(found).__name__}; the exercise asks for two tensors: router, experts")
+    for each in found:
+        _expect_tensor("average_gradients", each, "two tensors")
+    sent = {"data": led.bytes(group=data.name), "replicas": led.bytes(group=replicas.name)}
+    return Averaged(*found, sent, "gather_objects" in led.calls)
 
 
 def local_gradients(case: Layer, rank: int, neighbours: Group) -> tuple[Tensor, Tensor]:
