@@ -68,12 +68,12 @@ class LayerTraffic:
 
 
 def balanced_choice(tokens: int) -> Tensor:
-    """[tokens, TOP_K]: every expert is asked for equally often."""
+    """[tokens, TOP_K]: every expert is chosen equally often."""
     return (torch.arange(tokens)[:, None] + 3 * torch.arange(TOP_K)) % EXPERTS
 
 
 def count_traffic(group: Group) -> LayerTraffic:
-    """Forward and backward of a layer whose experts are asked for equally."""
+    """Forward and backward of a layer whose experts are chosen equally often."""
     torch.set_num_threads(1)
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     weights = torch.full((TOKENS, TOP_K), 1 / TOP_K, requires_grad=True)
@@ -94,13 +94,14 @@ def traffic() -> LayerTraffic:
 @dataclass(frozen=True)
 class Journey:
     """A layer's rows there and back, forward only. inside, across: bytes this rank sends to ranks of its node and to
-    others; out: the layer's output."""
+    others; out: the layer's output; calls: collectives by name."""
 
     inside: int
     across: int
     ledger_bytes: int
     seconds: float
     out: Tensor
+    calls: Counter
 
 
 def over_nodes(group: Group) -> dict[str, Journey]:
@@ -134,7 +135,7 @@ def _watched(group: Group, size: int, layer: Callable[[], Tensor], *others: Grou
         start = time.monotonic()
         out = layer()
         took = max(group.gather_objects(time.monotonic() - start))
-    return Journey(sent["inside"], sent["across"], led.bytes("all_to_all"), took, out)
+    return Journey(sent["inside"], sent["across"], led.bytes("all_to_all"), took, out, led.calls)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ ROUTERS = ("no balancing", "balance loss", "bias")
 
 
 def drops_by_chance(tokens: int = 64, experts: int = 8, top_k: int = 2) -> Figure:
-    """Share of pairs that are dropped when a router chooses at random, by capacity factor (formula)."""
+    """Share of pairs that are dropped when a router chooses at random, by capacity factor (formula): for a quarter of
+    `tokens`, for as many and for 16 times as many."""
     factors = [0.5 + 0.125 * step for step in range(21)]
     figure, axes = subplots(width=7.5, height=3.2)
     for index, size in enumerate((tokens // 4, tokens, 16 * tokens)):
@@ -30,9 +31,11 @@ def drops_by_chance(tokens: int = 64, experts: int = 8, top_k: int = 2) -> Figur
     axes.axvline(1, color=PALETTE["black"], linestyle=":", linewidth=1)
     axes.set(xlabel="capacity factor", ylabel="pairs dropped", ylim=(0, None))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    setting = f"Formula: top {top_k} of {experts}, chosen at random"
+    setting = (
+        f"Formula: top {top_k} of {experts}, chosen at random; a quarter of {tokens:,} tokens, all, 16 times as many"
+    )
     headline(axes, "A router that is balanced on average still drops pairs", setting)
-    axes.legend(title="sharing the places")
+    axes.legend(title="tokens that share the places")
     return figure
 
 

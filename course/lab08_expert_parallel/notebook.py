@@ -10,7 +10,7 @@
 #
 # 1. What does a mixture of experts make larger, what does it leave alone, and what moves between ranks for it?
 # 2. Which tokens does an expert see, and over which ranks is its gradient summed, divided by what?
-# 3. What happens when experts are not asked for equally: to the time, to the tokens, to the loss?
+# 3. What happens when experts are not chosen equally often: to the time, to the tokens, to the loss?
 #
 # In labs 03 to 07 a token met every weight. Here it meets a few, and which ones is decided while it runs.
 #
@@ -40,7 +40,7 @@ from course.lab08_expert_parallel import experiments_training as training
 # ## Predict
 #
 # **Mixtral 8x7B has 8 experts per layer and chooses 2 of them. How many billion parameters does it have?** Write down
-# your guess. (The default takes the name at its word.)
+# your guess.
 
 # %%
 guess_billion = 8 * 7  # your guess
@@ -64,7 +64,7 @@ receipts.flops()
 # |---|---|
 # | "A mixture of experts is cheaper." | Its *FLOPs per token* are. All experts have to be held in memory, and at large batches all are read. |
 # | "8 experts of 7B are 56B." | 46.7B: attention and embeddings exist once ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088) round to 47B). A token activates 12.9B. |
-# | "Every decode step reads all the weights." | It reads those experts that a token of the batch chose: with 8 of 256 less than half of them up to 21 tokens, nearly all from 128 (slider below). |
+# | "Every decode step reads all the weights." | It reads those experts that a token of the batch chose: with 8 of 256 and choices at random less than half of them up to 21 tokens, nearly all from 128 (slider below). |
 # | "One all-to-all per layer." | Two forward, to the experts and back, and two backward. |
 # | "4D parallelism multiplies GPUs: dp · tp · pp · ep." | Expert groups are usually cut out of the data-parallel ranks: dp 64 with ep 8 is 64 GPUs. |
 # | "Experts specialise in topics." | Mixtral's authors found no such pattern; routing follows syntax more than topic ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088), §5). |
@@ -85,8 +85,8 @@ sliders(figures.weights_read, experts=[8, 16, 64, 128, 256], top_k=[1, 2, 4, 8])
 # the weights alone.
 #
 # Two details. Scores may tie, since 16-bit logits take few values: every copy of the router, on another rank or in a
-# recomputed block, must then choose alike. And a *bias* may move the choice without moving the weights; what it is good
-# for comes later.
+# recomputed block, must then choose alike. (minillm's router takes `topk`: its copies run the same kernel on the
+# same scores.) And a *bias* may move the choice without moving the weights, for a reason that comes later.
 
 
 # %%
@@ -186,8 +186,8 @@ sliders(figures.drops_by_chance, tokens=[16, 64, 256, 1024], experts=[8, 16, 64]
 # %% [markdown]
 # ### 4. The balance loss (15 minutes)
 #
-# [Fedus et al. 2021](https://arxiv.org/abs/2101.03961) (§2.2) add a loss that is 1 for an even load and up to $E/k$ for
-# the worst:
+# [Fedus et al. 2021](https://arxiv.org/abs/2101.03961) (§2.2) add a loss (theirs for top 1 and times 0.01, here for top
+# $k$ and times 0.05) that is 1 for an even load and up to $E/k$ for the worst:
 #
 # $$\ell = E \sum_e f_e P_e$$
 #
@@ -199,7 +199,7 @@ sliders(figures.drops_by_chance, tokens=[16, 64, 256, 1024], experts=[8, 16, 64]
 # %%
 def balance(probabilities, experts):
     """probabilities: [tokens, E], a softmax of logits;
-    experts: [tokens, k] -> (loss, its gradient with respect to the logits: a tensor [tokens, E])."""
+    experts: [tokens, k] -> (loss, its gradient with respect to the logits, a tensor)."""
     # BEGIN SOLUTION
     tokens, num_experts = probabilities.shape
     counts = torch.bincount(experts.flatten(), minlength=num_experts)
@@ -218,7 +218,8 @@ balance = check("balance-loss", balance)
 #
 # An expert that is chosen learns; one that learns is chosen. A model of 2 layers with 8 experts each, top 2, learns the
 # bytes of Python's standard library for 80 steps, three times: with nothing, with the balance loss, and with DeepSeek-V3's bias ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), §2.1.2). The bias needs no
-# loss: after a step it rises a little for each expert that had fewer tokens than the mean and falls for the others.
+# loss (DeepSeek-V3 keeps a tiny one): after a step it rises a little for each expert that had fewer tokens than
+# the mean and falls for the others.
 #
 # The training loop:
 
@@ -309,7 +310,7 @@ to_experts, from_experts = check("tokens-to-experts", (to_experts, from_experts)
 # ## Measure: what a layer sends
 #
 # From here on minillm's own (`minillm/parallel/expert_parallel`). Each all-to-all is the other one's backward, so a
-# step has four per layer. 4 ranks, 64 tokens each, top 2, experts asked for equally:
+# step has four per layer. 4 ranks, 64 tokens each, top 2, experts chosen equally often:
 
 # %%
 receipts.traffic()
@@ -348,8 +349,8 @@ receipts.shared_experts()
 # %% [markdown]
 # ## The fullest rank sets the pace
 #
-# No rank has all its rows back before the last one is done. 128 rows on 4 ranks, always as many in all, but dealt out
-# more and more unevenly. The experts' work is *emulated*, 2 ms per row; the exchange is real.
+# No rank has all its rows back before the last one is done. Always 128 rows on 4 ranks, dealt out more and more
+# unevenly. The experts' work is *emulated*, 2 ms per row; the exchange is real.
 
 # %%
 fullest = links.by_load()
@@ -359,7 +360,7 @@ show(figures.draw_fullest, found=fullest)
 receipts.fullest(fullest)
 
 # %% [markdown]
-# The mean load is the same in all four; what points lie above the line is the exchange. Watch max / mean, per rank and
+# The mean load is the same in all four; the gap between points and line is the exchange. Watch max / mean, per rank and
 # per layer. There are three remedies: balance the router (above), pack experts to ranks by load, or hold hot experts
 # twice. Servers do the last two, since their routers are trained already:
 # [DeepSeek's EPLB](https://github.com/deepseek-ai/EPLB) packs, and gives a further slot to whichever expert has the most
@@ -384,7 +385,7 @@ receipts.expert_gradient_bug(broken)
 # %% [markdown]
 # Adam hides the bug: it divides every gradient by its own size, so a factor disappears. It shows in SGD, in the norm that
 # is logged, and in clipping: gradients of experts that are too large scale those of all other weights
-# down, and ep 4 learns otherwise than ep 1.
+# down, and ep 4 trains differently from ep 1.
 #
 # ### 6. Find the bug (15 minutes)
 #
@@ -419,13 +420,13 @@ average_gradients = check("expert-gradients", average_gradients)
 # the number of replicas, is what every data-parallel wrapper does when it is handed the replicas' group: ep times too
 # large.
 #
-# It shipped in [torchtitan](https://github.com/pytorch/pytorch/issues/160285) (mended with FSDP2's
+# It shipped in [torchtitan](https://github.com/pytorch/pytorch/issues/160285) (fixed with FSDP2's
 # [`set_gradient_divide_factor`](https://github.com/pytorch/torchtitan/pull/1551)), in DeepSpeed
 # ([bf16 optimizer](https://github.com/deepspeedai/DeepSpeed/pull/5259), then again in
-# [ZeRO](https://github.com/deepspeedai/DeepSpeed/issues/6545)), in
-# [MegaBlocks](https://github.com/databricks/megablocks/pull/20) and in
-# [Megatron-FSDP v2](https://github.com/NVIDIA/Megatron-LM/pull/5956). The test that finds it compares ep 2 with ep 1,
-# gradient by gradient: `python -m minillm oracle --dp 2 --ep 2`.
+# [ZeRO](https://github.com/deepspeedai/DeepSpeed/issues/6545)) and in
+# [MegaBlocks](https://github.com/databricks/megablocks/pull/20); Megatron-FSDP v2 found it by a
+# [test](https://github.com/NVIDIA/Megatron-LM/pull/5956) before its trainer allowed ep. Such a test compares ep 2 with
+# ep 1, gradient by gradient: `python -m minillm oracle --dp 2 --ep 2`.
 # </details>
 #
 # ## Break it again: a neighbour in the batch
@@ -438,13 +439,13 @@ average_gradients = check("expert-gradients", average_gradients)
 receipts.neighbours()
 
 # %% [markdown]
-# In training that is noise. In serving it means that an answer depends on the batch, so servers drop nothing; minillm
-# drops only in training, and per sequence.
+# In training that is noise. In serving an answer would depend on the batch, so servers drop nothing; minillm drops only
+# in training, and per sequence.
 #
 # ## Experts beside a dense model
 #
-# Equal active FLOPs: an MLP of 96 columns, or 8 experts of 48 of which a token activates 2. Same data, same steps, 80 of
-# them. Seconds are the CPU time of one thread, which others on the machine change least.
+# Equal active FLOPs: an MLP of 96 columns, or 8 experts of 48 of which a token activates 2. Same data, same 80 steps.
+# Seconds are the CPU time of one thread, which other processes disturb least.
 
 # %%
 show(figures.draw_losses, found=trainings)
@@ -453,9 +454,9 @@ show(figures.draw_losses, found=trainings)
 receipts.beside_dense(trainings)
 
 # %% [markdown]
-# Eighty steps of a toy are no verdict: an expert has seen a quarter of the tokens. Per FLOP experts are level with the
-# dense model or a little ahead, and another seed may turn that round. Per second they are behind, because eight small
-# matrices are slower than one and sorting costs time. In runs of real length the first gap is large
+# Eighty steps are no verdict: an expert has seen a quarter of the tokens. Per FLOP experts are level with the
+# dense model or a little ahead. Per second they are behind, because eight small matrices are slower than one and sorting
+# costs time. In runs of real length the first gap is large
 # ([Fedus et al. 2021](https://arxiv.org/abs/2101.03961) report up to 7 times faster training at equal FLOPs per token);
 # the second is what kernels and all-to-alls are tuned for.
 #
@@ -469,12 +470,11 @@ receipts.few_tokens()
 
 # %% [markdown]
 # With 64 tokens all 32 experts are touched, each for 4 rows: 16 times the weights are read for the same FLOPs. With
-# 1,024 tokens there are 64 rows for each. That is why servers of such models want large batches, and why ep helps them:
-# it brings more tokens to each expert.
+# 1,024 tokens there are 64 rows for each. So servers of such models want large batches, and ep helps them: it brings more
+# tokens to each expert.
 #
-# Small messages lose, too: a decode step's all-to-all is $N-1$ messages per rank, twice per layer. In question A below
-# they are 229 kB each at ep 32 and 29 kB at ep 256, which takes 4.6 and 0.6 µs at 50 GB/s: the smaller they are, the more
-# their number costs beside their bytes.
+# Small messages lose, too: sent flat, a decode step's all-to-all is $N-1$ messages per rank, twice per layer. Question
+# A's table has their sizes: the smaller they are, the more their number costs beside their bytes.
 #
 # ## The same in production
 #
@@ -486,10 +486,11 @@ receipts.few_tokens()
 # | [torchtitan](https://github.com/pytorch/torchtitan) | `--parallelism.expert_parallel_degree N` | a bias per expert, `load_balance_coeff` | | |
 # | [vLLM](https://docs.vllm.ai/en/latest/serving/expert_parallel_deployment/) | `--enable-expert-parallel`: over all tp · dp ranks | `--enable-eplb`: replicas of hot experts | never | [`--enable-dbo`](https://docs.vllm.ai/en/stable/design/dbo/): half of the batch computes while the other half's rows travel |
 #
-# NCCL has no all-to-all of unequal parts of its own: torch's `all_to_all_single` sends and receives in one group call.
-# Its splits are lists on the host, so the host waits for the counts in every layer.
-# [DeepEP](https://github.com/deepseek-ai/DeepEP) and its like read counts on the GPU, send in fp8, and do both levels
-# in one kernel.
+# NCCL's own all-to-all ([since 2.28](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/colls.html)) takes
+# equal parts: for unequal ones torch's `all_to_all_single` sends and receives in one group call. Its splits are lists on
+# the host, so the host waits for the counts in every layer.
+# [DeepEP V1](https://github.com/deepseek-ai/DeepEP/blob/main/docs/legacy.md) sends fp8 and does both levels in one
+# kernel, and its host still waits. Its low-latency kernels avoid that with fixed buffers and one level.
 #
 # ## On a cluster
 #
@@ -592,7 +593,7 @@ receipts.design_training()
 #
 # 1. What does a mixture of experts make larger, what does it leave alone, and what moves between ranks for it?
 # 2. Which tokens does an expert see, and over which ranks is its gradient summed, divided by what?
-# 3. What happens when experts are not asked for equally: to the time, to the tokens, to the loss?
+# 3. What happens when experts are not chosen equally often: to the time, to the tokens, to the loss?
 #
 # Next: [09 · Four dimensions](09_four_dimensions.ipynb) puts all axes together, and asks which of them belongs on which link.
 

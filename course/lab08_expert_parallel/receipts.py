@@ -29,8 +29,7 @@ def _expert_gradients() -> list[dict[int, dict[str, float]]]:
 @titled("two published models", open_rows=1)
 def two_models(guess_billion: float | None = None) -> Iterator[Row]:
     mixtral, big = architecture("mixtral-8x7b"), architecture("deepseek-v3")
-    yield formula("Mixtral 8x7B: parameters", mixtral.parameters / 1e9, "billion", guess=guess_billion)
-    yield formula("Mixtral 8x7B: met by a token", mixtral.active_parameters / 1e9, "billion")
+    yield formula("Mixtral 8x7B: all, and met by a token", _billions(mixtral), "billion", guess=guess_billion)
     yield formula("DeepSeek-V3: all, and met by a token", _billions(big), "billion")
 
 
@@ -66,7 +65,7 @@ def _calls(found: LayerTraffic, op: str) -> tuple[int, int]:
     return found.forward[op], found.both[op] - found.forward[op]
 
 
-@titled("4 ranks on 2 nodes, bytes by where they go", open_rows=2, show="other rank of its node")
+@titled("4 ranks on 2 nodes, bytes by where they go", open_rows=2, show="other rank of its node|all-to-alls in")
 def two_levels(found: Sequence[dict[str, Journey]] | None = None) -> Iterator[Row]:
     found = found or experiments.flat_and_two_levels()
     due = experiments.crossing_formula()
@@ -74,6 +73,9 @@ def two_levels(found: Sequence[dict[str, Journey]] | None = None) -> Iterator[Ro
     for name, ranks in journeys.items():
         across = sum(each.across for each in ranks) / len(ranks)
         yield row(f"{name}: a rank's bytes to other nodes", due[name], across, "B", tolerance=0.1)
+    calls = {op: tuple(ranks[0].calls[op] for ranks in journeys.values()) for op in ("all_to_all", "all_gather")}
+    yield row("all-to-alls in forward: flat, two levels", (2, 5), calls["all_to_all"])
+    yield row("    all-gathers of counts", (1, 2), calls["all_gather"])
     same = all(torch.allclose(rank["flat"].out, rank["two levels"].out, atol=1e-5) for rank in found)
     yield row("both give the same output on every rank", True, same)
     counted = all(each.across + each.inside == each.ledger_bytes for ranks in journeys.values() for each in ranks)
@@ -91,10 +93,12 @@ def fullest(found: Sequence[links.Load] | None = None) -> Iterator[Row]:
         yield row(label, load.predicted_s, load.measured_s, "s", tolerance=0.2, noisy=True)
 
 
-@titled("a layer's forward on 4 ranks, link and work emulated", open_rows=2)
+@titled("a layer's forward on 4 ranks, link and work emulated", open_rows=1)
 def shared_experts(found: dict[str, links.Overlap] | None = None) -> Iterator[Row]:
-    alone, *both = (found or links.overlap()).items()
-    for name, each in (*both, alone):
+    alone, afterwards, beside = (found or links.overlap()).items()
+    due, saved = (getattr(afterwards[1], of) - getattr(beside[1], of) for of in ("predicted_s", "measured_s"))
+    yield row("saved by shared experts while rows travel", due, saved, "s", tolerance=0.5, noisy=True)
+    for name, each in (afterwards, beside, alone):
         yield row(name, each.predicted_s, each.measured_s, "s", tolerance=0.35, noisy=True)
 
 
@@ -150,17 +154,18 @@ def few_tokens(found: dict[int, links.FewTokens] | None = None) -> Iterator[Row]
         yield row(f"{tokens:,} tokens, top 2 of 32: experts touched", due, each.touched, "", tolerance=0.15)
 
 
-@titled("the shipped average on 4 ranks", open_rows=1, show="SGD|after clipping")
+@titled("the shipped average on 4 ranks", open_rows=1, show="SGD|norm")
 def expert_gradient_bug(found: Sequence[dict[int, dict[str, float]]] | None = None) -> Iterator[Row]:
     found = found or _expert_gradients()
-    for ep in (4, 2, 1):
-        times = [rank[ep]["experts"] for rank in found]
-        yield row(f"ep {ep}: experts' gradients, shipped / one process", float(ep), max(times), "", 1e-9)
-    worst = max(rank[ep]["router"] for rank in found for ep in (1, 2, 4))
+    sizes = (1, 2, 4)
+    times = tuple(round(max(rank[ep]["experts"] for rank in found), 9) for ep in sizes)
+    yield row("experts' gradients, shipped / one process: ep 1, 2, 4", tuple(map(float, sizes)), times)
+    worst = max(rank[ep]["router"] for rank in found for ep in sizes)
     yield row("the router's differ by less than 1e-12", True, worst < 1e-12)
     updates = tuple(round(found[0][4][optimizer], 3) for optimizer in ("SGD", "Adam"))
     yield row("ep 4, first update of experts / the right one, 3 digits: SGD, Adam", (4.0, 1.0), updates)
-    yield row("ep 4: the router's gradient after clipping / the right one", None, found[0][4]["clipped router"])
+    clipped = found[0][4]["clipped router"]  # divided by the norm of all gradients
+    yield row("ep 4, shipped / right: norm of all, the router after clipping", None, (1 / clipped, clipped))
 
 
 @titled("32 tokens, top 2 of 8, capacity factor 1", open_rows=2)
@@ -191,8 +196,11 @@ def design_serving() -> Table:
         per_expert = TOKENS_PER_GPU * ep * model.top_k / model.experts
         weights = held * expert * model.expert_layers / 1e9
         cells = (f"ep {ep}", held, f"{weights:.0f} GB", f"{per_expert:.0f}", seconds(held * expert / READ))
-        rows.append((*cells, f"{flat:.2g}, {merged:.2g}", seconds(travels)))
+        message = TOKENS_PER_GPU * model.top_k * model.hidden_size / ep  # of a flat exchange, fp8
+        sent_flat = f"{message / 1e3:.0f} kB, {seconds(message / NETWORK)}" if nodes > 1 else ""
+        rows.append((*cells, f"{flat:.2g}, {merged:.2g}", seconds(travels), sent_flat))
     heads = ("", "experts per GPU", "their weights", "rows per expert", "reading them", "rows that cross", "both ways")
+    heads += ("a message there, if flat",)
     return table("DeepSeek-V3, fp8, 128 sequences per GPU, one layer of a decode step", heads, rows)
 
 
