@@ -61,7 +61,7 @@ def check_exchange(learner: tuple[Callable, Callable]) -> Receipt:
         rows += _judge_exchange(case, found)
     even = [ranks[rank][1] for rank in range(RANKS)]
     due = moe.all_to_all_bytes(tokens, 1, HIDDEN, 4, RANKS)
-    rows.insert(0, row("experts chosen equally often: sent each way, T·k·h·b·(N-1)/N", (due, due), even[0].payload, "B"))
+    rows.insert(0, row("all experts equally often: sent each way, T·k·h·b·(N-1)/N", (due, due), even[0].payload, "B"))
     return receipt("rows to their experts and back", rows)
 
 
