@@ -127,7 +127,7 @@ def draw_sweep(found: Sweep) -> Figure:
 
 
 def draw_table(found: dict[str, Compared | None]) -> Figure:
-    """Tokens per pass and speedup of every proposer: measured, and by formula from the run's own acceptance and costs."""
+    """Tokens per pass and speedup of every proposer: measured, and by formula from the run's acceptance and costs."""
     present = {name: each for name, each in found.items() if each is not None}
     names, values = list(present), list(present.values())
     figure, (left, right) = subplots(1, 2, width=9, height=3.4)

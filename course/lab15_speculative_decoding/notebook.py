@@ -442,8 +442,8 @@ receipts.programs(verdict)
 #   are drafted, so they are accepted too often.
 # - **D** is right.
 # - **E: the generator is seeded again for each draft token**
-#   ([LLMSpeculativeSampling](https://github.com/feifeibear/LLMSpeculativeSampling)). The first token has the right
-#   distribution, but draft token 2 is judged with the number that has just accepted draft token 1. A test of the first
+#   ([LLMSpeculativeSampling](https://github.com/feifeibear/LLMSpeculativeSampling/blob/76117cf/sampling/speculative_sampling.py),
+#   if a seed is given). The first token has the right distribution, but draft token 2 is judged with the number that has just accepted draft token 1. A test of the first
 #   token only can never find this.
 # - **F: the likeliest token, verified as if it had been sampled**
 #   ([transformers#32867](https://github.com/huggingface/transformers/issues/32867)). p/q with q < 1 accepts too often,
@@ -521,10 +521,10 @@ receipts.transformers()
 # | | `"num_speculative_tokens_per_batch_size"` (K by load) | |
 # | `assistant_ensemble_weight` (not lossless) | `"rejection_sample_method"` | always exact |
 #
-# Sources: the documentation of transformers (5.23),
+# Sources: transformers 5.23's
 # [`GenerationConfig`](https://huggingface.co/docs/transformers/main_classes/text_generation) and vLLM's
-# [speculative decoding](https://docs.vllm.ai/en/v0.17.0/features/speculative_decoding/) (0.17). vLLM calls its sampler lossless
-# "up to the precision limits of hardware numerics": with other batch shapes a greedy tie may fall the other way.
+# [speculative decoding](https://docs.vllm.ai/en/v0.17.0/features/speculative_decoding/) (0.17). vLLM calls
+# its sampling lossless "up to the precision limits of hardware numerics": with other batch shapes a greedy tie may fall the other way.
 #
 # ## On a GPU
 #
