@@ -122,8 +122,7 @@ receipts.one_draft_token()
 #
 # Now K draft tokens and the K + 1 rows of one pass. Use `uniform(draw)` (a number from [0, 1)) and
 # `choose(probabilities, draw)` (a token) for every random choice, and nothing else: the check then runs your function
-# once for each way in which these choices can fall and adds up probabilities. It needs no sampling and no luck. For
-# this, `uniform(draw)` is no float there: only compare it, as in `uniform(draw) < ratio`.
+# once for each way in which these choices can fall and adds up probabilities. For this, `uniform(draw)` is no float there: only compare it, as in `uniform(draw) < ratio`.
 
 
 # %%
@@ -253,7 +252,7 @@ receipts.temperature(alpha, guess_hot)
 #
 # ## 3 · A draft without a model
 #
-# Code repeats itself. So do summaries, quotations and edited files. What followed the last time?
+# Code repeats itself. What followed the last time?
 # ([Saxena 2023](https://github.com/apoorvumang/prompt-lookup-decoding))
 #
 # ### Exercise 5 · prompt lookup (15 minutes)
@@ -347,8 +346,8 @@ receipts.sweep(swept)
 
 # %% [markdown]
 # These are four answers of 32 tokens: acceptance at the later places rests on a handful of tokens (the table's title
-# says how many), and speedups move by a tenth from run to run. Quote `python -m minillm bench speculate` instead, which
-# measures more. A call of this draft costs far more than its tenth of the parameters suggests: most of it is overhead.
+# says how many), and speedups move by a tenth from run to run. Quote `python -m minillm bench speculate`.
+# A call of this draft costs far more than its tenth of the parameters suggests: most of it is overhead.
 #
 # K = 0, no draft at all, has speedup 1 and may well be best. And the best K differs between sequences. `k="adaptive"`
 # takes each sequence's own recent acceptance and the formula above, down to K = 0:
@@ -387,8 +386,7 @@ show(proposers)
 receipts.proposers(table)
 
 # %% [markdown]
-# - The formulas are fed with the acceptance and costs of the same run. They explain it and predict nothing: what differs
-#   are draft tokens beyond an answer's end.
+# - The formulas are fed with the same run's acceptance and costs: they explain it and predict nothing.
 # - **The text is the target's in every row.** A bad proposer costs time, never quality.
 # - **On a small machine n-gram lookup wins**: a call of any second model costs a good part of the target's pass. Beside a
 #   70B target a 1B draft reads one seventieth of the bytes, and proposers with a model win. Lookahead keeps a pool of
@@ -470,7 +468,7 @@ show(figures.typical_acceptance)
 
 # %% [markdown]
 # A loose threshold accepts more than the exact rule. A strict one accepts *less* and is still off, because unlikely
-# tokens come too rarely at any threshold below 1. An evaluation without it does not describe a product that has it.
+# tokens come too rarely at any threshold below 1.
 #
 # ## Where it loses
 #
@@ -555,8 +553,6 @@ receipts.interview()
 # Token y comes out accepted with q(y) · min(1, p(y)/q(y)) = min(p(y), q(y)). A rejection happens with probability
 # 1 - Σ min(p, q), and then y is sampled from max(p - q, 0) divided by exactly that sum, which contributes
 # max(p(y) - q(y), 0). Together that is p(y). By induction over positions it holds for the whole text.
-#
-# *Follow-up: and if the draft is terrible?* Still exact. Each pass yields at least one token of the target's own.
 # </details>
 #
 # **2. Which formula gives tokens per pass, and what does it assume?**
