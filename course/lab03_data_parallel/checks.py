@@ -5,9 +5,9 @@ of one process on the whole batch, do replicas stay bit-identical, and do the le
 mechanism? Overlap and accumulation are in `checks_overlap.py`, what is sent at all in `checks_weights.py`.
 """
 
-import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from course.kit.receipts import Receipt, receipt, row
 from course.lab03_data_parallel import rank_programs
 from course.lab03_data_parallel.rank_programs import Bucket, Net, Trained, TrainingCase
 from course.shared.trials import run
-from minillm.comm import Group
+from minillm.comm import Group, MismatchError
 from minillm.predict.training.sharding import bucket_sizes
 
 # What they are held to.
@@ -50,9 +50,36 @@ def check_average(learner: Callable) -> Receipt:
     calls = ranks[0].calls["all_reduce"] / case.steps
     rows.append(row("all-reduces per step: one per tensor, or one for all", 1 if calls == 1 else tensors, calls))
     rows.append(rank_programs.byte_row(case, ranks, "each gradient needs to travel once"))
-    other = TrainingCase(world_size=random.choice((2, 4, 5, 6)), steps=1)
-    rank_programs.right_gradients(other, run(_averaged, other.world_size, learner, other))
+    _judge_two_models(learner)
     return receipt("naive data parallel on 3 ranks", rows)
+
+
+def _judge_two_models(learner: Callable) -> None:
+    """CheckFailed unless two models in turn come out right: of two dtypes, with a weight whose memory is not contiguous
+    and a gradient that is zero on rank 1."""
+    case = TrainingCase(random.choice((2, 4, 5, 6)), steps=1, mixed=True, strided=True, idle=(1,))
+    cases = replace(case, seed=case.seed + 1), case
+    first, second = zip(*run(_averaged_in_turn, case.world_size, learner, cases), strict=True)
+    rank_programs.right_gradients(cases[0], first)
+    if first[0].calls["all_reduce"] > 1:  # all gradients joined in one tensor have one dtype
+        rank_programs.byte_row(cases[0], first, "each gradient needs to travel once, in its own dtype")
+    try:
+        rank_programs.right_gradients(case, second)
+    except CheckFailed as failure:
+        raise CheckFailed(
+            f"right for the first model of a process, but for the second one {failure}. Is something kept from the "
+            "first call?"
+        ) from None
+
+
+def _averaged_in_turn(group: Group, learner: Callable, cases: Sequence[TrainingCase]) -> list[Trained]:
+    try:
+        return [_averaged(group, learner, case) for case in cases]
+    except MismatchError as error:
+        raise CheckFailed(
+            f"{error}. Does every gradient take part? Only None is left out; rank 1's gradient of first.weight is "
+            "exactly zero here"
+        ) from None
 
 
 def _averaged(group: Group, learner: Callable, case: TrainingCase) -> Trained:
@@ -88,10 +115,13 @@ def check_buckets(learner: Callable) -> Receipt:
     caps = {"small": size // 2 + more, "middle": size + size // 3 + more, "large": 100 * size + more}
     model, rows = case.model(), []
     for word, cap in caps.items():
-        found = [bucket.parameters for bucket in _look_at(learner, case.model(), cap)]
-        expected = sum(len(sizes) for sizes in _bucket_bytes(model, cap))
+        found = _look_at(learner, case.model(), cap)
+        expected = sum(len(buckets) for buckets in _expected(model, cap).values())
         rows.append(row(f"buckets, {word} cap of {cap:,} B", expected, len(found)))
-    _look_at(learner, Alternating(case.size), 2 * size)  # two matrices of a dtype fill a bucket
+    square = (case.size, case.size)
+    _look_at(learner, Alternating(4, (square, torch.float64), (square, torch.float32)), 2 * size)
+    # Both dtypes have buckets that fill up and one that does not; a float32 one is open while bfloat16 ones close.
+    _look_at(learner, Alternating(11, ((12, 12), torch.bfloat16), ((18,), torch.float32)), 576)
     _on_their_device(learner, case.model().to("meta"), size)
     ranks = run(_bucketed, case.world_size, learner, case, caps["middle"])
     if not any(trained.calls for trained in ranks):
@@ -108,38 +138,44 @@ def _look_at(learner: Callable, model: nn.Module, cap: int) -> list[Bucket]:
     found = learner(model.parameters(), cap)
     if not isinstance(found, list | tuple) or not all(isinstance(bucket, Bucket) for bucket in found):
         raise CheckFailed("the exercise asks for a list of Bucket(flat, parameters)")
+    if any(p not in named for bucket in found for p in bucket.parameters):
+        raise CheckFailed(
+            "a bucket holds a parameter that was not handed in: is something left over from an earlier call?"
+        )
     packed = [named[p] for bucket in found for p in bucket.parameters]
     trainable = [name for p, name in named.items() if p.requires_grad]
     if extra := [name for name in packed if name not in trainable]:
         raise CheckFailed(f"{extra[0]} is frozen (requires_grad is False): it never gets a gradient, leave it out")
     if lost := [name for name in trainable if name not in packed]:
-        raise CheckFailed(f"{lost[-1]} is in no bucket (cap {cap:,} B): are the buckets that never fill up kept?")
+        dtype = dict(model.named_parameters())[lost[-1]].dtype
+        raise CheckFailed(
+            f"{lost[-1]}, {dtype}, is in no bucket (cap {cap:,} B): are the buckets of every dtype kept, and those "
+            "that never fill up?"
+        )
     if len(packed) != len(set(packed)):
         raise CheckFailed("a parameter is in two buckets")
     for index, bucket in enumerate(found):
         who = f"bucket {index} (cap {cap:,} B)"
         if len({p.dtype for p in bucket.parameters}) > 1:
             raise CheckFailed(f"{who} mixes dtypes: one flat tensor has one dtype, so keep a bucket open for each")
+        if not bucket.parameters:
+            raise CheckFailed(f"{who} holds no parameter")
+        if bucket.flat.dim() != 1:
+            raise CheckFailed(f"{who}: flat is {list(bucket.flat.shape)}; the exercise asks for one dimension, [numel]")
+        if bucket.flat.requires_grad:
+            raise CheckFailed(f"{who}: flat hangs on a graph (requires_grad is True): make it of zeros, not of weights")
         if bucket.flat.count_nonzero():
             raise CheckFailed(f"{who} does not start at zero: backward adds to what .grad holds")
         _views_of(bucket, who, named)
-    orders = [[named[p] for bucket in found for p in bucket.parameters if p.dtype == torch.float64]]
-    orders.append([name for p, name in reversed(named.items()) if name in trainable and p.dtype == torch.float64])
-    if orders[0] != orders[1]:
+    for dtype, expected in _expected(model, cap).items():
+        mine = [[named[p] for p in bucket.parameters] for bucket in found if bucket.parameters[0].dtype == dtype]
+        _same_buckets(mine, expected, {name: p.nbytes for p, name in named.items()}, cap)
+    full = [sum(p.nbytes for p in bucket.parameters) >= cap for bucket in found]
+    if full != sorted(full, reverse=True):
         raise CheckFailed(
-            f"the buckets begin with {orders[0][0]}, but backward reaches {orders[1][0]} first: pack the last "
-            "parameter first, or the first bucket is complete only when backward is over"
+            f"bucket {full.index(False)} (cap {cap:,} B) never fills up and comes before one that does: it is complete "
+            "only when backward is over, and what comes later in the list waits for it"
         )
-    closed, unfilled = _bucket_bytes(model, cap)
-    sizes = [sum(p.nbytes for p in bucket.parameters) for bucket in found]
-    sizes[len(closed) :] = sorted(sizes[len(closed) :])  # those that never fill up may come in any order
-    for index, (mine, theirs) in enumerate(zip(sizes, closed + sorted(unfilled), strict=False)):
-        if mine != theirs:
-            raise CheckFailed(
-                f"bucket {index} holds {mine:,} B where {theirs:,} B are expected for a cap of {cap:,} B: close a "
-                "bucket with the tensor that fills it to the cap, not before and not after (a change of dtype does not "
-                "close it: keep one open for each)"
-            )
     return found
 
 
@@ -153,30 +189,48 @@ def _on_their_device(learner: Callable, model: nn.Module, cap: int) -> None:
         raise CheckFailed("flat is on the CPU although its parameters are not: make it with device=parameter.device")
 
 
-def _bucket_bytes(model: nn.Module, cap: int) -> tuple[list[int], list[int]]:
-    """Bytes of the buckets that close, in that order, and of those that never fill up: by the closed form for each
-    dtype."""
-    order = [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
-    closed, unfilled = {}, []
-    for dtype in dict.fromkeys(parameter.dtype for parameter in order):
-        places = [place for place, parameter in enumerate(order) if parameter.dtype == dtype]
-        so_far = list(itertools.accumulate(order[place].nbytes for place in places))
-        sizes = bucket_sizes([order[place].nbytes for place in places], cap)
-        for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
-            if size >= cap:
-                closed[places[so_far.index(end)]] = size
-            else:
-                unfilled.append(size)
-    return [closed[place] for place in sorted(closed)], unfilled
+def _same_buckets(mine: list[list[str]], expected: list[list[str]], nbytes: dict[str, int], cap: int) -> None:
+    """CheckFailed unless one dtype's buckets hold the same parameters (names), in the same order."""
+    both = ([name for names in buckets for name in names] for buckets in (mine, expected))
+    for found, right in zip(*both, strict=True):
+        if found != right:
+            raise CheckFailed(
+                f"{found} is packed where {right} is expected, which backward reaches first: pack the last "
+                "parameter first, or the first bucket is complete only when backward is over"
+            )
+    for found, right in zip(mine, expected, strict=False):
+        if found != right:
+            held, due = (sum(nbytes[name] for name in names) for names in (found, right))
+            raise CheckFailed(
+                f"the bucket that begins with {right[0]} holds {held:,} B where {due:,} B are expected for a cap of "
+                f"{cap:,} B: close a bucket with the tensor that fills it to the cap, not before and not after (a "
+                "change of dtype does not close it: keep one open for each)"
+            )
+
+
+def _expected(model: nn.Module, cap: int) -> dict[torch.dtype, list[list[str]]]:
+    """Names of the parameters in each dtype's buckets, whose sizes are those of the closed form."""
+    order = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad][::-1]
+    found = {}
+    for dtype in dict.fromkeys(parameter.dtype for _, parameter in order):
+        left = [(name, parameter.nbytes) for name, parameter in order if parameter.dtype == dtype]
+        found[dtype] = []
+        for size in bucket_sizes([nbytes for _, nbytes in left], cap):
+            names = []
+            while size > 0:
+                name, nbytes = left.pop(0)
+                names.append(name)
+                size -= nbytes
+            found[dtype].append(names)
+    return found
 
 
 class Alternating(nn.Module):
-    """Matrices of two dtypes in turn, as when norms stay in float32."""
+    """Weights of several (shape, dtype) in turn, `times` times, as when norms stay in float32."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, times: int, *kinds: tuple[Sequence[int], torch.dtype]) -> None:
         super().__init__()
-        dtypes = (torch.float64, torch.float32) * 4
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size, size, dtype=dtype)) for dtype in dtypes)
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in kinds * times)
 
 
 def _views_of(bucket: Bucket, who: str, named: dict[nn.Parameter, str]) -> None:
@@ -188,6 +242,8 @@ def _views_of(bucket: Bucket, who: str, named: dict[nn.Parameter, str]) -> None:
             raise CheckFailed(f"{who}: {named[parameter]}.grad is None; make it a view of flat")
         if grad.untyped_storage().data_ptr() != bucket.flat.untyped_storage().data_ptr():
             raise CheckFailed(f"{who}: {named[parameter]}.grad is a copy, not a view: what backward adds never gets in")
+        if grad.stride() != parameter.stride():
+            raise CheckFailed(f"{who}: {named[parameter]}.grad lies in memory in another order than its parameter")
         start = grad.storage_offset() - bucket.flat.storage_offset()
         covered[start : start + grad.numel()] += 1
     if covered.max() > 1:

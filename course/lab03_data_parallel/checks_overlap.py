@@ -1,5 +1,6 @@
 """Lab 03, when to communicate: while backward still runs, and once for several microbatches."""
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,13 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from course.kit import answers_of
+from course.kit.blame import summary
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab03_data_parallel import rank_programs
 from course.lab03_data_parallel.rank_programs import Net, Trained, TrainingCase
 from course.shared.trials import run
 from minillm import measure
-from minillm.comm import Group
+from minillm.comm import Group, RankError
 
 ANSWERS = answers_of("03_data_parallel")
 
@@ -40,15 +42,15 @@ MICROBATCHES = 3
     ),
 )
 def check_overlap(learner: Callable) -> Receipt:
-    case = TrainingCase(unused=False, steps=2)
+    case = TrainingCase(unused=False, steps=4)
     matrix = case.size * case.size * 8
     try:
         ranks = run(_overlapped, case.world_size, learner, case, matrix)
-    except CheckFailed as hang:  # does it work at least where gradients become ready in the same order everywhere?
+    except (CheckFailed, RankError) as stopped:  # does it work where gradients become ready in one order everywhere?
         _judge_logs(run(_overlapped, case.world_size, learner, case, matrix, False))
         raise CheckFailed(
-            f"{hang}\nOdd ranks computed two branches in the other order: all ranks must start the same buckets in the "
-            "same order, the list's, whatever becomes ready first"
+            f"{summary(stopped).removeprefix('CheckFailed: ')}\nOdd ranks computed two branches in the other order: "
+            "all ranks must start the same buckets in the same order, the list's, whatever becomes ready first"
         ) from None
     _judge_logs(ranks)
     buckets = ranks[0].note.split("|")
@@ -66,7 +68,8 @@ def check_overlap(learner: Callable) -> Receipt:
     rows.append(row("of these, started before backward ended", len(buckets), early))
     rows.append(rank_programs.byte_row(case, ranks, "start every bucket once per step"))
     # Both branches in one bucket: the parameter that becomes ready last is not the same on all ranks.
-    _judge_logs(run(_overlapped, 2, learner, TrainingCase(2, unused=False, steps=1), 3 * matrix))
+    # And a gradient that is zero.
+    _judge_logs(run(_overlapped, 2, learner, TrainingCase(2, unused=False, steps=1, idle=(0, 1)), 3 * matrix))
     _judge_two_models(learner, matrix)
     return receipt("all-reduces during backward, on 3 ranks", rows)
 
@@ -98,12 +101,21 @@ def _two_models(group: Group, learner: Callable, case: TrainingCase, caps: Seque
 
 
 def _judge_logs(ranks: list[Trained]) -> None:
-    for rank, trained in enumerate(ranks):
-        _judge_log(trained.log[0], rank, trained.note.split("|"))
+    for step in range(len(ranks[0].log)):
+        for rank, trained in enumerate(ranks):
+            try:
+                _judge_log(trained.log[step], rank, trained.note.split("|"))
+            except CheckFailed as failure:
+                if not step:
+                    raise
+                raise CheckFailed(
+                    f"the order of events is right in step 1, but in step {step + 1} {failure}. What does finish leave "
+                    "for the next step?"
+                ) from None
 
 
 def _judge_log(log: list[tuple], rank: int, buckets: list[str]) -> None:
-    """CheckFailed if the first step's events are not those of an overlapped reduction."""
+    """CheckFailed if a step's events are not those of an overlapped reduction."""
     words, who = [entry[0] for entry in log], f"on rank {rank}"
     inside = log[: words.index("end")]
     starts = [entry for entry in log if entry[0] == "start"]
@@ -118,12 +130,23 @@ def _judge_log(log: list[tuple], rank: int, buckets: list[str]) -> None:
             raise CheckFailed(f"{who} bucket {index} blocks backward until it is reduced: use async_op=True")
     if any(entry[0] == "wait" for entry in inside):
         raise CheckFailed(f"{who} you wait for a handle while backward still runs: keep it, and wait in finish")
-    ready: set[str] = set()
-    for entry in inside:
-        if entry[0] == "gradient":
-            ready.add(entry[1])
-        elif late := set(buckets[entry[1]].split()) - ready:
-            raise CheckFailed(f"{who} bucket {entry[1]} starts before the gradient of {min(late)} is there")
+    ready: list[str] = []
+    started: set[int] = set()
+    members = [bucket.split() for bucket in buckets]
+    for entry in [*inside, ("end", "")]:
+        if entry[0] == "start":
+            if missing := set(members[entry[1]]) - set(ready):
+                raise CheckFailed(f"{who} bucket {entry[1]} starts before the gradient of {min(missing)} is there")
+            started.add(entry[1])
+            continue
+        complete = itertools.takewhile(lambda index: set(members[index]) <= set(ready), range(len(members)))
+        if late := [index for index in complete if index not in started]:
+            raise CheckFailed(
+                f"{who} bucket {late[0]} and all before it are complete when the gradient of {ready[-1]} arrives, but "
+                "it is not started then: start it in that hook, and do not tell by values whether a gradient has "
+                "arrived (they may be zero)"
+            )
+        ready.append(entry[1])
     waited = sum(word == "wait" for word in words)
     if waited < len(starts):
         raise CheckFailed(f"{who} finish returns after {waited} of {len(starts)} handles were waited for")
@@ -221,11 +244,14 @@ def check_accumulate(learner: Callable) -> Receipt:
         )
     for trained in ranks:
         _one_at_a_time(trained, rows)
-    drawn = random.choice((2, 4, 5, 6, 7))
-    other = TrainingCase(world_size=2, unused=False, steps=1, batch=drawn * random.randint(2, 12))
-    rank_programs.right_gradients(
-        other, run(_accumulated, 2, learner, other, drawn), {drawn / k: f"right for {k} only"}
-    )
+    for count in (random.choice((2, 4, 5, 6, 7)), 1):
+        other = TrainingCase(world_size=2, unused=False, steps=1, batch=count * random.randint(2, 12))
+        try:
+            rank_programs.right_gradients(
+                other, run(_accumulated, 2, learner, other, count), {count / k: f"right for {k} only"}
+            )
+        except CheckFailed as failure:
+            raise CheckFailed(f"right for {k} microbatches, but for {count} {failure}") from None
     rows.append(row(f"all-reduces per step of {k} microbatches", buckets, per_step))
     rows.append(row("    microbatches whose activations are held at once", 1, 1))
     rows.append(rank_programs.byte_row(case, ranks, "reduce in the last microbatch only"))
@@ -272,7 +298,7 @@ def _accumulated(group: Group, learner: Callable, case: TrainingCase, microbatch
 
         def loss_of(ddp: nn.Module, x_: Tensor, y_: Tensor) -> Tensor:
             loss = rank_programs.loss_of(ddp, x_, y_)
-            if ddp is state["ddp"]:
+            if loss.requires_grad and ddp in (state["ddp"], state["ddp"].module):
                 this = len(log[-1])
                 alive.add(this)
                 loss.register_hook(lambda gradient: alive.discard(this))

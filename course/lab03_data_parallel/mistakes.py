@@ -96,6 +96,38 @@ mistake(
     "naive-ddp", "always-3", {"group.world_size": "3"}, expect="step 1, rank .* is .* times the mean over the ranks"
 )
 mistake("naive-ddp", "divides-by-4", {"group.world_size": "4"}, expect="is 0.75 times the mean over the ranks")
+mistake(
+    "naive-ddp",
+    "remembers-the-first-model",
+    {
+        "def average_gradients(model, group):": "found = []\n\n\ndef average_gradients(model, group):",
+        "    for parameter in model.parameters():": (
+            "    if not found:\n        found.extend(model.parameters())\n    for parameter in found:"
+        ),
+    },
+    expect="for the second one .* kept from the first call",
+)
+mistake(
+    "naive-ddp",
+    "reduces-a-copy",
+    {
+        "group.all_reduce(parameter.grad)": 'group.all_reduce(parameter.grad.flatten(), op="avg")',
+        "parameter.grad /= group.world_size": "",
+    },
+    expect="not contiguous, so flatten and reshape copy it",
+)
+mistake(
+    "naive-ddp",
+    "skips-zeros",
+    {"is not None": "is not None and parameter.grad.any()"},
+    expect="Only None is left out",
+)
+mistake(
+    "naive-ddp",
+    "float64-on-the-wire",
+    {"group.all_reduce(parameter.grad)": "parameter.grad.copy_(group.all_reduce(parameter.grad.double()))"},
+    expect="in its own dtype",
+)
 
 
 # Buckets
@@ -159,6 +191,55 @@ mistake(
     "parameters-in-the-bucket",
     {"parameter.grad = part.view_as(parameter)": "parameter.grad = part.view_as(parameter).copy_(parameter.detach())"},
     expect="does not start at zero",
+)
+mistake(
+    "gradient-buckets",
+    "in-order-of-opening",
+    {
+        "filling.setdefault(parameter.dtype, []).append(parameter)": (
+            "if parameter.dtype not in filling:\n            closed.append(filling.setdefault(parameter.dtype, []))\n"
+            "        filling[parameter.dtype].append(parameter)"
+        ),
+        "closed.append(filling.pop(parameter.dtype))": "filling.pop(parameter.dtype)",
+        "[*closed, *filling.values()]": "closed",
+    },
+    expect="never fills up and comes before one that does",
+)
+mistake(
+    "gradient-buckets",
+    "dtype-by-dtype",
+    {"[*closed, *filling.values()]": "sorted([*closed, *filling.values()], key=lambda members: str(members[0].dtype))"},
+    expect="never fills up and comes before one that does",
+)
+mistake(
+    "gradient-buckets",
+    "two-dtypes-only",
+    {"if p.requires_grad": "if p.requires_grad and p.dtype in (torch.float32, torch.float64)"},
+    expect="torch.bfloat16, is in no bucket",
+)
+mistake(
+    "gradient-buckets",
+    "left-over-from-the-first-call",
+    {"(parameters, cap_bytes)": "(parameters, cap_bytes, buckets=[])", "    buckets = []\n": ""},
+    expect="left over from an earlier call",
+)
+mistake(
+    "gradient-buckets",
+    "two-dimensions",
+    {"Bucket(flat, members)": "Bucket(flat[None], members)"},
+    expect="one dimension",
+)
+mistake(
+    "gradient-buckets",
+    "made-of-weights",
+    {"members[0].new_zeros(sum(p.numel() for p in members))": "0 * torch.cat([p.flatten() for p in members])"},
+    expect="flat hangs on a graph",
+)
+mistake(
+    "gradient-buckets",
+    "transposed",
+    {"part.view_as(parameter)": "part.view(parameter.shape[::-1]).permute(*range(parameter.dim())[::-1])"},
+    expect="in another order than its parameter",
 )
 
 

@@ -52,7 +52,7 @@ mistake(
     "overlap-hooks",
     "counts-not-set-back",
     {("        handles.clear()\n        missing[:] = [len(bucket.parameters) for bucket in buckets]\n"): ""},
-    expect="step 2, rank 2: .* is wrong, although step 1 was right",
+    expect="right in step 1, but in step 2 on rank 0 no all-reduce",
 )
 mistake(
     "overlap-hooks",
@@ -80,7 +80,7 @@ mistake(
             "if missing[index] == 0 and index == len(handles):"
         )
     },
-    expect="(?s)Who waits for whom.*all ranks must start the same buckets",
+    expect="is not started then: start it in that hook|all ranks must start the same buckets",
 )
 mistake(
     "overlap-hooks",
@@ -89,6 +89,51 @@ mistake(
     expect="finish returns after 0 of 6 handles were waited for",
 )
 mistake("overlap-hooks", "no-division", {'op="avg", ': ""}, expect="is the sum over the ranks, 3 times their mean")
+
+
+mistake(
+    "overlap-hooks",
+    "all-with-the-last-gradient",
+    {"and missing[len(handles)] == 0:": "and not any(missing):"},
+    expect="is not started then: start it in that hook",
+)
+mistake(
+    "overlap-hooks",
+    "one-bucket-behind",
+    {
+        "and missing[len(handles)] == 0:": (
+            "and missing[len(handles)] == 0 and (not any(missing) or not missing[len(handles) + 1]):"
+        )
+    },
+    expect="is not started then: start it in that hook",
+)
+mistake(
+    "overlap-hooks",
+    "counts-down-what-it-resets-to",
+    {
+        "    missing = [len(bucket.parameters) for bucket in buckets]\n": (
+            "    full = [len(bucket.parameters) for bucket in buckets]\n    missing = list(full)\n"
+        ),
+        "missing[:] = [len(bucket.parameters) for bucket in buckets]": "nonlocal missing\n        missing = full",
+    },
+    expect="right in step 1, but in step 3",
+)
+mistake(
+    "overlap-hooks",
+    "waits-in-the-hook-of-step-2",
+    {
+        "    def arrived(index):": "    steps = []\n\n    def arrived(index):",
+        'op="avg", async_op=True))': 'op="avg", async_op=True))\n            steps and handles[-1].wait()',
+        "        handles.clear()": "        handles.clear()\n        steps.append(1)",
+    },
+    expect="in step 2 .* while backward still runs",
+)
+mistake(
+    "overlap-hooks",
+    "told-by-values",
+    {"and missing[len(handles)] == 0:": "and all(p.grad.any() for p in buckets[len(handles)].parameters):"},
+    expect="do not tell by values",
+)
 
 
 @alternative("overlap-hooks", "divides-in-finish")
@@ -171,6 +216,24 @@ def adds_up_the_losses(ddp, microbatches, loss_of):
 def one_batch(ddp, microbatches, loss_of):
     x, y = (torch.cat(parts) for parts in zip(*microbatches, strict=True))
     loss_of(ddp, x, y).backward()
+
+
+mistake(
+    "accumulate-no-sync",
+    "needs-two",
+    {"last = index == len(microbatches) - 1": "last = index == len(microbatches) - 1 > 0"},
+    expect="right for 3 microbatches, but for 1 .* nothing was averaged",
+)
+
+
+@mistake("accumulate-no-sync", "losses-of-the-bare-module", expect="activations of 2 microbatches are held at once")
+def forwards_without_the_wrapper(ddp, microbatches, loss_of):
+    *others, last = microbatches
+    losses = [loss_of(ddp.module, x, y) / len(microbatches) for x, y in others]
+    with ddp.no_sync():
+        for loss in losses:
+            loss.backward()
+    (loss_of(ddp, *last) / len(microbatches)).backward()
 
 
 mistake(

@@ -74,7 +74,29 @@ mistake(
     "token-weighted-loss",
     "counts-reduced-in-place",
     {"group.all_reduce(counts.sum())": "group.all_reduce(counts).sum()"},
-    expect="changed its input",
+    expect=r"all_reduce \[\d+\] float64 on rank . but all_reduce \[\d+\] float64 on rank",
+)
+mistake(
+    "token-weighted-loss",
+    "divides-by-lengths",
+    {
+        "total = group.all_reduce(counts.sum())": 'share = group.all_reduce(counts.mean(), op="avg")',
+        "(nll * counts).sum() * group.world_size / total": "(nll * counts).mean() / share",
+    },
+    expect="ranks have nll of different lengths",
+)
+for bits in ("bfloat16", "half", "uint8"):
+    mistake(
+        "token-weighted-loss",
+        f"total-in-{bits}",
+        {"(counts.sum())": f"(counts.sum().to(torch.{bits}))"},
+        expect="8 or 16 bits may not hold it",
+    )
+mistake(
+    "token-weighted-loss",
+    "a-loss-of-0-does-not-count",
+    {"(counts.sum())": "((nll.detach() * counts).count_nonzero())"},
+    expect="a token whose loss is 0 counts, too",
 )
 
 
@@ -166,6 +188,31 @@ def values_and_places_together(gradient, residual, k, group):
         gradient[places.long()] += values.clone().view(torch.float32) / group.world_size
 
 
+mistake(
+    "top-k-error-feedback",
+    "above-a-threshold",
+    {
+        "owed.abs().topk(k).indices": "(owed.abs() >= owed.abs().topk(k).values[-1]).nonzero().flatten()",
+    },
+    expect="not all entries above a threshold",
+)
+mistake(
+    "top-k-error-feedback",
+    "equal-ones-leave-the-residual",
+    {"residual[indices] = 0": "residual[torch.isin(owed, values)] = 0"},
+    expect="of equal entries only those that were sent leave",
+)
+mistake(
+    "top-k-error-feedback",
+    "residual-of-its-own",
+    {
+        "owed = gradient + residual": (
+            "kept = vars(group).setdefault('kept', {})\n    owed = gradient + kept.get(len(residual), 0)"
+        ),
+        "residual[indices] = 0": "residual[indices] = 0\n    kept[len(residual)] = residual.clone()",
+    },
+    expect="with nothing kept from an earlier call",
+)
 alternative("top-k-error-feedback", "sorted", {"topk(k).indices": "argsort(descending=True)[:k]"})
 mistake(
     "top-k-error-feedback",

@@ -8,7 +8,7 @@ slip would have made of it: the sum instead of the mean, the rank's own, another
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,15 +77,22 @@ class TrainingCase:
     steps: int = 2
     unused: bool = True
     mixed: bool = False
+    strided: bool = False  # first.weight, and so its gradient, lies column by column in memory
+    idle: Collection[int] = ()  # ranks whose inputs are zero, and with them the gradient of first.weight
     seed: int = field(default_factory=lambda: random.randrange(2**31))
 
     def model(self, flip: bool = False) -> Net:
-        return Net(self.size, self.seed, self.unused, self.mixed, flip)
+        model = Net(self.size, self.seed, self.unused, self.mixed, flip)
+        if self.strided:
+            model.first.weight.data = model.first.weight.data.T.contiguous().T
+        return model
 
     def data(self, step: int, rank: int | None = None) -> tuple[Tensor, Tensor]:
         """(inputs, targets), each [batch, size]: a rank's, or those of all ranks together."""
         draw = torch.Generator().manual_seed(self.seed + 1 + step)
         both = torch.randn(2, self.world_size * self.batch, self.size, generator=draw, dtype=torch.float64)
+        for other in self.idle:
+            both[0, other * self.batch : (other + 1) * self.batch] = 0
         x, y = both if rank is None else both[:, rank * self.batch : (rank + 1) * self.batch]
         return x, y
 
@@ -171,6 +178,8 @@ def right_gradients(case: TrainingCase, ranks: Sequence[Trained], also: Mapping[
                 found = trained.gradients[step].get(name)
                 if (error := _error(found, right)) > CLOSE:
                     which = f"step {step + 1}, rank {rank}: the gradient of {name}"
+                    if found is not None and not found.is_contiguous():
+                        which += " (its memory is not contiguous, so flatten and reshape copy it)"
                     if step:
                         raise CheckFailed(
                             f"{which} is wrong, although step 1 was right: is something left over from the step before?"
@@ -233,7 +242,7 @@ def byte_row(case: TrainingCase, ranks: Sequence[Trained], advice: str) -> Row:
     if most > predicted:
         raise CheckFailed(
             f"right gradients, but a rank sent {most:,} bytes in {_steps(case)} where 2P(N-1)/N = {predicted:,} "
-            f"are enough, {most / predicted:.2g} times as many: {advice}"
+            f"are enough, {most / predicted:.3g} times as many: {advice}"
         )
     return row(f"bytes sent per rank in {_steps(case)}, 2P(N-1)/N each", predicted, most, "B")
 
