@@ -171,9 +171,9 @@ def beside_prediction(ledgers: Mapping[str, Ledger], shape: Slow, link: Link) ->
 PER_BUCKET = (1, 2, 4, 8, 16)
 SWEPT = Slow(blocks=16, elements=12_500, seconds=0.01)
 LOSING = {  # what a second rank is worth depends on backward per block and on parameters per block
-    "large batch": Slow(blocks=8, elements=50_000, seconds=0.04),
     "tiny model": Slow(blocks=8, elements=500, seconds=0.002),
-    "slow link": Slow(blocks=8, elements=100_000, seconds=0.02),
+    "many bytes": Slow(blocks=8, elements=100_000, seconds=0.02),
+    "large batch": Slow(blocks=8, elements=50_000, seconds=0.04),
 }
 LATE_S, EVEN = 0.12, Slow(blocks=4, elements=20_000, seconds=0.03)
 
@@ -182,7 +182,8 @@ def far_away(link: Link = FAR) -> dict[str, dict[str, Any]]:
     """Over a link with a long latency: bucket sizes, models that gain little from a second rank, and a late rank.
 
     "sweep": many small buckets pay the latency often, large ones hide little. "losing": throughput of two ranks over
-    that of one, 2 is perfect. "straggler": each rank's step when nobody is late, and when the last rank is.
+    that of one, 2 is perfect. "straggler": each rank's step when nobody is late, and when the last
+    rank is, with its backward.
     """
     ranks = launch(_far_away, WORLD, link=link)
     sweep, losing, _, _ = ranks[0]
@@ -206,6 +207,7 @@ def far_away(link: Link = FAR) -> dict[str, dict[str, Any]]:
             "emulated": True,
             "predicted_s": [EVEN.backward_s + late + EVEN.comm_s(link, 1)[-1] for late in (0, LATE_S)],
             "measured_s": [[seconds(led["all"]) for led in rank[2:]] for rank in ranks],
+            "backward_s": [account(rank[-1]["all"])["backward_s"] for rank in ranks],
         },
     }
 

@@ -192,7 +192,7 @@ def draw_losing(numbers: dict[str, Any]) -> Figure:
     predicted, measured = ([numbers[key][name] for name in names] for key in ("predicted", "measured"))
     bars(names, predicted, measured, quantity="throughput of 2 ranks / of 1", unit="", ax=axes)
     axes.axhline(1, color=TEXT, linewidth=1, linestyle=":")
-    headline(axes, "A second machine is worth less the slower its link", "Emulated links")
+    headline(axes, "A second machine pays only if backward is long beside its messages", "Emulated links")
     return figure
 
 

@@ -85,9 +85,9 @@ guess_hidden = 1.0  # your guess: both take equally long, so all of it?
 #
 # ## Build it
 #
-# Each check trains small replicas for a few steps on 2 or 3 real ranks and compares every gradient with that of one
-# process on the whole batch. It also counts all-reduces and bytes, and looks at the *order* of what happened. The model
-# has a weight that is used twice, a frozen parameter and, where it can, one that no loss reaches.
+# Each check runs on 2 to 6 real ranks. Those of exercises 1 to 4 train small replicas for a few steps and compare every
+# gradient with one process's on the whole batch. They count all-reduces and bytes and look at the *order* of
+# events. The model has a weight that is used twice, a frozen parameter and, in exercise 1, one that no loss reaches.
 #
 # ### 1. One all-reduce per tensor (10 minutes)
 #
@@ -280,11 +280,10 @@ weighted_loss = check("token-weighted-loss", weighted_loss)
 
 # %%
 def top_k_all_reduce(gradient, residual, k, group):
-    """gradient: [n], becomes the mean over ranks of each rank's k largest entries of gradient +
-    residual, in place.
+    """gradient: float32 [n], becomes the mean over ranks of each rank's k largest entries of
+    gradient + residual, in place.
 
-    residual: [n], what this rank still owes; updated in place.
-    Values travel as float32, indices as int32.
+    residual: float32 [n], what this rank still owes; updated in place. Indices travel as int32.
     """
     # BEGIN SOLUTION
     owed = gradient + residual
@@ -332,8 +331,8 @@ receipts.same_as_one_process(ranks)
 receipts.batch_and_rate()
 
 # %% [markdown]
-# With the learning rate unchanged, an eighth of the steps learns less. Scaled with the batch it catches up; larger models
-# need the warm-up, too ([Goyal et al. 2017](https://arxiv.org/abs/1706.02677)). Beyond a *critical batch* no rate makes up
+# With the learning rate unchanged, an eighth of the steps learns less. Scaled with the batch it nearly catches up. Warm-up
+# does not help a model this small; larger ones need it ([Goyal et al. 2017](https://arxiv.org/abs/1706.02677)). Beyond a *critical batch* no rate makes up
 # for missing steps ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162)).
 #
 # ## Measure: time
@@ -383,7 +382,8 @@ show(figures.draw_bucket_sweep, numbers=far["sweep"])
 receipts.bucket_sizes(far["sweep"])
 
 # %% [markdown]
-# Between too many buckets and one there is a flat valley; torch's default of [25 MB](https://arxiv.org/abs/2006.15704) was chosen to lie in it. Its first
+# The smallest buckets take longer than predicted: handing each message to another process costs time that the formula
+# leaves out. Between too many buckets and one there is a flat valley; torch's default of [25 MB](https://arxiv.org/abs/2006.15704) was chosen to lie in it. Its first
 # bucket is smaller (1 MB), so that the link is busy early, unless you give `bucket_cap_mb`.
 #
 # ### One rank is late
@@ -394,8 +394,8 @@ receipts.bucket_sizes(far["sweep"])
 receipts.straggler(far["straggler"])
 
 # %% [markdown]
-# From rank 0's own clock you cannot tell which rank is late: *its* step became slower, and it spent the time waiting.
-# Compare the compute spans of all ranks, not the step times (lab 10 turns this into a straggler test).
+# From the steps you cannot tell which rank is late: all became slower, rank 0 by waiting.
+# Compare the backward times of all ranks, not the step times (lab 10 turns this into a straggler test).
 #
 # ### Read a real trace
 #
@@ -442,7 +442,7 @@ receipts.compression(trained)
 # ### Which precision for the reduction?
 #
 # Reducing in bf16 halves the bytes. The sum of many ranks' gradients then loses low bits at every hop, so large runs often
-# reduce in **fp32** although they compute in bf16: Megatron's `--accumulate-allreduce-grads-in-fp32` and FSDP2's
+# reduce in **fp32** although they compute in bf16: Megatron-LM's [`--accumulate-allreduce-grads-in-fp32`](https://github.com/NVIDIA/Megatron-LM/blob/000c4ac24f61159c138b0975def722c65245983c/megatron/training/arguments.py) and FSDP2's
 # [`MixedPrecisionPolicy(reduce_dtype=torch.float32)`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 # What adding up the gradients of 64 ranks in each precision, in ring order, does to their mean:
 
@@ -452,7 +452,7 @@ receipts.reduce_precision()
 # %% [markdown]
 # ## Break it
 #
-# Three accidents that raise no error, and the last one is for you to find.
+# Two accidents that raise no error; the second is for you to find.
 #
 # ### No division
 #
@@ -504,10 +504,9 @@ show(figures.draw_losing, numbers=far["losing"])
 receipts.losing(far["losing"])
 
 # %% [markdown]
-# - **Tiny models** send almost no bytes but pay the latency of a bucket in a backward that takes milliseconds. (The
-#   measured bar is lower than predicted: handing a message to another process costs time that the formula leaves out.)
-# - **Slow links** are limited by $2P(N-1)/N$ bytes over the bandwidth, whatever hides. Two machines can be slower than
-#   one. More samples per step is the first remedy, compression the second.
+# - **Tiny models** send almost no bytes but pay the latency of a bucket in a backward that takes milliseconds.
+# - **Many bytes** beside a short backward: the limit is $2P(N-1)/N$ bytes over the bandwidth, whatever hides. Two
+#   machines can be slower than one. More samples per step is the first remedy, compression the second.
 # - **Unequal shards** make the step as long as the longest, and the mean wrong unless tokens are weighted:
 
 # %%
@@ -521,9 +520,10 @@ receipts.unequal(error)
 #
 # torch's [`DistributedDataParallel`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html)
 # is what you have built, in C++ ([Li et al. 2020](https://arxiv.org/abs/2006.15704)). It packs buckets twice. When it is
-# made it knows only the order of the parameters and uses **one** bucket; after the first backward it knows the real order
-# and packs anew. So the first iteration overlaps nothing, and all-reduces must be counted from the second on. Twelve
-# tensors of 1 MiB, and then one step of a transformer with each library on the same ranks:
+# made it knows only the order of the parameters and uses **one** bucket (unless `find_unused_parameters=True`); after the
+# first backward it knows the real order and packs anew. So the first iteration overlaps nothing, and all-reduces must be
+# counted from the second on. Twelve tensors of 1 MiB, and then one step of a transformer with each library on the same
+# ranks:
 
 # %%
 packed, libs = launch(production.libraries, 2, device="cpu")[0]

@@ -121,10 +121,8 @@ def sent(ranks: Sequence[dict[str, Any]], guess: float | None = None) -> Iterato
 def batch_and_rate(factor: int = 8) -> Table:
     """What the same samples teach in batches of two sizes, by learning rate."""
     found = experiments.batch_and_rate(factor=factor)
-    lines = [
-        (name, str(len(losses)), f"{max(losses):.3g}", f"{sum(losses[-4:]) / 4:.3g}") for name, losses in found.items()
-    ]
-    return table("the same samples, SGD: measured", ("", "steps", "largest loss", "loss of the last 4 steps"), lines)
+    lines = [(name, str(len(losses)), f"{sum(losses[-4:]) / 4:.3g}") for name, losses in found.items()]
+    return table("the same samples, SGD: measured", ("", "steps", "loss of the last 4 steps"), lines)
 
 
 @titled("the same as one process", open_rows=2)
@@ -152,18 +150,27 @@ def overlap(forms: dict[str, Any], guess_hidden: float | None = None) -> Iterato
 @titled("bucket sizes, emulated link with 4 ms latency", open_rows=1)
 def bucket_sizes(sweep: dict[str, Any]) -> Iterator[Row]:
     best = min(range(len(sweep["predicted_s"])), key=sweep["predicted_s"].__getitem__)
-    yield row("all-reduces per step, by bucket size", tuple(sweep["buckets"]), tuple(sweep["reductions"]))
-    yield row("bytes per rank, the same for all", sweep["bytes"][0], max(sweep["bytes"]), "B")
+    some = ", ".join(map(str, sweep["buckets"]))
+    yield row(f"step with {some} buckets", None, tuple(sweep["measured_s"]), "s")
     for name, index in ((f"best size, {sweep['bucket_bytes'][best]:,} B", best), ("one bucket for all", -1)):
         due, took = sweep["predicted_s"][index], sweep["measured_s"][index]
         yield row(f"step, {name}", due, took, "s", tolerance=0.35, noisy=True)
+    yield row("all-reduces per step, by bucket size", tuple(sweep["buckets"]), tuple(sweep["reductions"]))
+    yield row("bytes per rank, the same for all", sweep["bytes"][0], max(sweep["bytes"]), "B")
 
 
-@titled("steps on an emulated link", open_rows=2)
+@titled("steps on an emulated link", open_rows=4)
 def straggler(found: dict[str, Any]) -> Iterator[Row]:
-    for rank, times in enumerate(found["measured_s"]):
-        for name, index in (("no rank late", 0), ("rank 1 late", 1)):
-            yield row(f"rank {rank}'s step, {name}", found["predicted_s"][index], times[index], "s", 0.35, noisy=True)
+    names = ("no rank late", "rank 1 late")
+    rows = [
+        row(f"rank {rank}'s step, {name}", due, took, "s", 0.35, noisy=True)
+        for rank, times in enumerate(found["measured_s"])
+        for name, due, took in zip(names, found["predicted_s"], times, strict=True)
+    ]
+    last = rows.pop(2)  # rank 1's step without a late rank: like rank 0's
+    yield from rows
+    yield row("backward of rank 0 and of rank 1, rank 1 late", None, tuple(found["backward_s"]), "s", noisy=True)
+    yield last
 
 
 @titled("bytes per step on 2 ranks, and the loss in the end", open_rows=1, show="64 ranks")
@@ -206,7 +213,7 @@ def crossed(ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
     yield row("relative errors of the gradients of a and b, by rank", None, off)
 
 
-@titled("throughput of 2 ranks / of 1, emulated", open_rows=1)
+@titled("throughput of 2 ranks / of 1, emulated", open_rows=2)
 def losing(found: dict[str, Any]) -> Iterator[Row]:
     for name, measured in found["measured"].items():
         tolerance = 0.6 if name == "tiny model" else 0.35
@@ -229,7 +236,7 @@ def torch_buckets(packed: dict[str, Any]) -> Iterator[Row]:
         yield row("    buckets in iteration 2, MiB", due, tuple(size // 2**20 for size in second))
 
 
-@titled("one step in the trace", open_rows=2)
+@titled("one step in the trace", open_rows=1)
 def trace(events: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     """What the profiler's trace of a DDP step shows: one all-reduce per bucket, all but one issued during backward."""
     events = events or launch(production.traced_step, WORLD, device="cpu")[0]
@@ -237,8 +244,9 @@ def trace(events: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     issued = [event["start"] for event in events if event["name"] == "c10d::allreduce_"]
     done = sum(event["name"] == "gloo:all_reduce" for event in events)
     layers, found = production.LAYERS, production.trace_times(events)
+    early = sum(t < matmuls[-1] for t in issued)
+    yield row(f"of {layers} all-reduces, issued before backward's last matmul ended", layers - 1, early)
     yield row("all-reduces, issued and executed: one per bucket", (layers, layers), (len(issued), done))
-    yield row("    issued before backward's last matmul ended", layers - 1, sum(t < matmuls[-1] for t in issued))
     yield row("matmuls: 1 per layer forward, 2 backward, no gradient of x", 3 * layers - 1, len(matmuls))
     yield row("time in all-reduces", None, found["all-reduce"], "s")
     for name in ("beside a matmul", "after the last matmul"):
