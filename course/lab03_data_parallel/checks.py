@@ -57,7 +57,8 @@ def check_average(learner: Callable) -> Receipt:
 def _judge_two_models(learner: Callable) -> None:
     """CheckFailed unless two models in turn come out right: of two dtypes, with a weight whose memory is not contiguous
     and a gradient that is zero on rank 1."""
-    case = TrainingCase(random.choice((2, 4, 5, 6)), steps=1, mixed=True, strided=True, idle=(1,))
+    worlds = 2, 4, 6  # rings of them cut every tensor evenly
+    case = TrainingCase(random.choice(worlds), steps=1, mixed=True, strided=True, idle=(1,))
     cases = replace(case, seed=case.seed + 1), case
     first, second = zip(*run(_averaged_in_turn, case.world_size, learner, cases), strict=True)
     rank_programs.right_gradients(cases[0], first)
