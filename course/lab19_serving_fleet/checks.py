@@ -90,11 +90,15 @@ def _percentile(calls: list[DueCall], share: float) -> float:
     ),
 )
 def check_bucket(learner: Callable) -> Receipt:
+    one, another = learner(10, 10), learner(10, 10)
+    if one.take(0.0, 10) == 0 and another.take(0.0, 10) != 0:
+        raise CheckFailed("a full bucket refuses what another one has spent: each bucket keeps tokens of its own")
     rows = []
     for name, rate, burst, gap in (
         ("a client that keeps to its rate", 4, 8, 0.5),
         ("a client that sends twice its rate", 10, 25, 0.05),
         ("bursts after pauses", 2, 12, 3.0),
+        ("one token in two seconds, and parts of tokens", 0.5, 4, 2.0),
         ("drawn", random.randint(1, 20), random.randint(5, 40), random.uniform(0.05, 1.0)),
     ):
         bucket, admitted, now = learner(rate, burst), [], Fraction(0)
@@ -104,6 +108,7 @@ def check_bucket(learner: Callable) -> Receipt:
                 now += Fraction(random.choice((0, 1, 1, 2, 40)) * max(1, round(64 * gap)), 128)
             first = False
             cost = random.randint(1, burst) if random.random() < 0.3 else random.randint(1, min(4, burst))
+            cost = cost - random.choice((0, 0.25, 0.5)) if rate < 1 else cost
             found = expect_number(bucket.take(float(now), cost), "0.0, or the seconds to wait")
             right = _must_wait(admitted, now, cost, rate, burst)
             if not math.isclose(found, right, rel_tol=1e-6, abs_tol=1e-6):
@@ -120,7 +125,7 @@ def check_bucket(learner: Callable) -> Receipt:
     return receipt("a token bucket, call by call", rows)
 
 
-def _must_wait(admitted: list[tuple[Fraction, int]], now: Fraction, cost: int, rate: int, burst: int) -> float:
+def _must_wait(admitted: list[tuple[Fraction, float]], now: Fraction, cost: float, rate: float, burst: int) -> float:
     """Least seconds after which no span since any earlier time would have more than burst + rate · span."""
     waits, since = [Fraction(0)], Fraction(cost)
     for at, taken in reversed(admitted):
@@ -143,20 +148,26 @@ def check_two_choices(learner: Callable) -> Receipt:
     rng = random.Random(random.random())
     if learner([3], rng) != 0:
         raise CheckFailed("with one replica the answer is 0")
-    rows = []
-    for replicas in (2, 5, random.randint(6, 9)):
-        loads = random.sample(range(40), replicas)
+    rows, many = [], random.randint(6, 9)
+    tied = [0, 0, *random.choices((1, 2, 2, 3), k=many - 2)]
+    for loads in (*(random.sample(range(40), n) for n in (2, 5, many)), [0] * many, random.sample(tied, many)):
+        replicas = len(loads)
         counts, draws = [0] * replicas, 4000
         for _ in range(draws):
             asked = Counted(loads)
             asks = f"an index from 0 to {replicas - 1}"
             found = expect_number(learner(asked, rng), asks)
             expect(found in range(replicas), found, asks)
+            if list.__ne__(asked, loads):
+                raise CheckFailed("`outstanding` is changed: its numbers are the router's, who counts the requests")
             if len(asked.seen) > 2:
                 raise CheckFailed(f"{len(asked.seen)} of {replicas} replicas were asked, and two may be")
             counts[int(found)] += 1
         for place, index in enumerate(sorted(range(replicas), key=loads.__getitem__)):
-            share = 2 * (replicas - 1 - place) / (replicas * (replicas - 1))
+            pairs = replicas * (replicas - 1) / 2
+            least = sum(loads[index] < load for load in loads) / pairs
+            most = (sum(loads[index] <= load for load in loads) - 1) / pairs  # either of two equals may be chosen
+            share = min(max(counts[index] / draws, least), most)
             noise = 6 * math.sqrt(draws * share * (1 - share)) + 1e-9
             if abs(counts[index] - draws * share) > noise:
                 what = "the least loaded" if place == 0 else "the most loaded" if place == replicas - 1 else "another"
@@ -165,9 +176,22 @@ def check_two_choices(learner: Callable) -> Receipt:
                     f"different ones at random the less loaded would be it in {share:.1%}."
                 )
                 raise CheckFailed(said, evidence=(replicas, place, counts[index] > draws * share))
+        if len(set(loads)) < replicas:
+            continue
         best = counts[min(range(replicas), key=loads.__getitem__)] / draws
         rows.append(row(f"{replicas} replicas: the least loaded is chosen", 2 / replicas, best, "", 0.25))
+    loads = random.sample(range(40), 7)
+    first, again, other = (_chosen(learner, loads, seed) for seed in (7, 7, 8))
+    if first != again:
+        raise CheckFailed("with `rng` seeded alike, other replicas are chosen: what decides besides `rng`?")
+    if first == other:
+        raise CheckFailed("`rng` decides nothing: with two seeds the same 50 replicas are chosen")
     return receipt("power of two choices, 4,000 draws", rows)
+
+
+def _chosen(learner: Callable, loads: list[int], seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [int(learner(list(loads), rng)) for _ in range(50)]
 
 
 class Counted(list):
@@ -187,6 +211,9 @@ class Counted(list):
     def __iter__(self):
         for index in range(len(self)):
             yield self[index]
+
+    def __reversed__(self):
+        return iter(self[::-1])
 
     def _all(self) -> None:
         self.seen.update(range(len(self)))

@@ -11,6 +11,21 @@ from course.kit.receipts import Receipt, receipt, row
 from course.shared.diagnose import expect
 
 
+class _Request:
+    """As requests are in a fleet: nothing orders two of them."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __lt__(self, other) -> bool:
+        raise CheckFailed("two requests are compared, and requests have no order: the oldest is the one pushed first")
+
+    __gt__ = __le__ = __ge__ = __lt__
+
+
 @exercise(
     "fair-queue",
     minutes=25,
@@ -89,14 +104,19 @@ class _Reference:
 
 
 def _drive(queue, tenants: int) -> None:
-    reference, story = _Reference(), []
+    """Pushes, pops and charges in any order: a tenant is charged while its answer comes, other pops in between."""
+    reference, story, answering = _Reference(), [], []
     names = random.sample(["ada", "alan", "grace", "edsger", "barbara"], tenants)
     for number in range(60):
-        if random.random() < 0.5:
-            tenant = random.choice(names)
+        what = random.random()
+        if what < 0.5:
+            tenant, request = random.choice(names), _Request(f"request {number}")
             story.append(f"push {tenant}")
-            queue.push(tenant, number)
-            reference.push(tenant, number)
+            queue.push(tenant, request)
+            reference.push(tenant, request)
+            continue
+        if what < 0.7 and answering:
+            _charge(random.choice(answering), queue, reference, story)
             continue
         found, right = queue.pop(), reference.pop()
         expect(
@@ -109,23 +129,29 @@ def _drive(queue, tenants: int) -> None:
             raise CheckFailed(said, evidence=(number, found))
         story.append("pop" if right is None else f"pop {right[0]}")
         if right is not None:
-            tokens = random.randint(1, 200)
-            story[-1] += f", charged {tokens}"
-            queue.charge(right[0], tokens)
-            reference.charge(right[0], tokens)
+            answering.append(right[0])
+            if random.random() < 0.5:
+                _charge(right[0], queue, reference, story)
+
+
+def _charge(tenant: str, queue, reference: _Reference, story: list[str]) -> None:
+    tokens = random.randint(1, 200)
+    story.append(f"charge {tenant} {tokens}")
+    queue.charge(tenant, tokens)
+    reference.charge(tenant, tokens)
 
 
 def _busy(queue, sizes: dict[str, tuple[int, int]]) -> Counter:
     received: Counter = Counter()
     for name in sizes:
         for _ in range(3):
-            queue.push(name, name)
+            queue.push(name, _Request(name))
     for _ in range(2000):
         tenant, _ = queue.pop()
         for tokens in sizes[tenant]:
             queue.charge(tenant, tokens)
             received[tenant] += tokens
-        queue.push(tenant, tenant)
+        queue.push(tenant, _Request(tenant))
     return received
 
 
@@ -160,23 +186,36 @@ def check_ring(learner: Callable) -> Receipt:
     rows = []
     for replicas, points in ((1, 64), (3, 1), (4, 16), (random.randint(5, 9), 64)):
         names = [f"{random.choice('abcxyz')}{n}" for n in range(replicas)]
-        ring = learner(list(names), points)
-        for _ in range(150):
-            key, bound = f"prefix {random.random()}", random.choice((1.0, 1.25, 2.0, 1e9))
-            loads = {name: random.choice((0, 0, 1, 3, 12)) for name in names}
-            found, right = ring.choose(key, dict(loads), bound), _clockwise(names, points, key, loads, bound)
+        given = list(names)
+        ring = learner(given, points)
+        keys = [f"prefix {random.random()}" for _ in range(10)]  # each comes again with other loads
+        cases = [(f"{name} 0", 1e9, dict.fromkeys(names, 0)) for name in names]  # keys that are points
+        cases += [
+            (
+                random.choice(keys),
+                random.choice((1.0, 1.25, 2.0, 1e9)),
+                {name: random.choice((0, 0, 1, 3, 12)) for name in names},
+            )
+            for _ in range(150)
+        ]
+        for key, bound, loads in cases:
+            handed = dict(loads)
+            found, right = ring.choose(key, handed, bound), _clockwise(names, points, key, loads, bound)
+            if handed != loads or given != names:
+                changed = "outstanding" if handed != loads else "replicas"
+                raise CheckFailed(f"`{changed}` is changed, and its caller still needs it as it was")
             if found != right:
                 capacity = math.ceil(bound * (1 + sum(loads.values())) / replicas)
                 said = (
-                    f"{replicas} replicas with {points} points each, open {loads}, bound {bound:g} (capacity "
-                    f"{capacity}): you chose {found!r}, and the ring says {right!r}."
+                    f"{replicas} replicas with {points} points each, key {key!r}, open {loads}, bound {bound:g} "
+                    f"(capacity {capacity}): you chose {found!r}, and the ring says {right!r}."
                 )
                 raise CheckFailed(said, evidence=(key, found))
         if points < 16 or replicas < 4:
             continue
         more, idle = learner([*names, "new"], points), dict.fromkeys([*names, "new"], 0)
         busy = dict.fromkeys(names, 1)
-        if ring.choose("a key", busy, 1.0) != _clockwise(names, points, "a key", busy, 1.0):
+        if ring.choose("a key", dict(busy), 1.0) != _clockwise(names, points, "a key", busy, 1.0):
             raise CheckFailed("a second ring that is made meanwhile changes what the first one chooses")
         keys = [f"key {n}" for n in range(600)]
         before, after = ([each.choose(key, idle, 1e9) for key in keys] for each in (ring, more))

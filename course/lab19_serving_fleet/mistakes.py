@@ -104,6 +104,17 @@ class FullAt:
         return 0.0
 
 
+mistake(
+    "bucket-per-tenant",
+    "one-for-all",
+    {
+        "self.rate, self.burst = rate, burst": "self = type(self)\n        self.rate, self.burst = rate, burst",
+        "        self.tokens = min(": "        self = type(self)\n        self.tokens = min(",
+    },
+    expect="each bucket keeps tokens of its own",
+)
+
+
 # Two choices
 
 
@@ -145,6 +156,32 @@ mistake(
         "    second = (first + 1) % len(outstanding)"
     },
     expect="of the draws; of two different ones",
+)
+
+
+mistake(
+    "two-choices",
+    "none-among-equals",
+    {
+        "return first if outstanding[first] <= outstanding[second] else second": "if outstanding[first] != "
+        "outstanding[second]:\n        return first if outstanding[first] < outstanding[second] else second"
+    },
+    expect="you returned None",
+)
+mistake(
+    "two-choices",
+    "counts-itself",
+    {
+        "return first if outstanding[first] <= outstanding[second] else second": "chosen = first if outstanding[first] "
+        "<= outstanding[second] else second\n    outstanding[chosen] += 1\n    return chosen"
+    },
+    expect="`outstanding` is changed|changed its input",
+)
+mistake(
+    "two-choices",
+    "draws-without-rng",
+    {"first, second = rng.sample": "import random\n\n    first, second = random.sample"},
+    expect="what decides besides `rng`",
 )
 
 

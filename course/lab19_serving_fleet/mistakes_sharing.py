@@ -45,6 +45,25 @@ mistake(
 )
 
 
+mistake(
+    "fair-queue",
+    "smallest-request-first",
+    {
+        "self.waiting[tenant].popleft()": "min(self.waiting[tenant])\n        self.waiting[tenant].remove(request)",
+    },
+    expect="requests have no order",
+)
+mistake(
+    "fair-queue",
+    "charges-only-the-last",
+    {
+        "        return tenant, request\n": "        self.last = tenant\n        return tenant, request\n",
+        "self.counter[tenant] += tokens": "self.counter[tenant] += tokens if tenant == self.last else 0",
+    },
+    says="A charge that comes after the next pop is lost: an answer comes while others are served.",
+)
+
+
 @alternative("fair-queue", "one list of all requests")
 class OneList:
     def __init__(self):
@@ -111,6 +130,32 @@ mistake(
     "rounded-down",
     {"math.ceil(bound": "math.floor(bound"},
     expect="you chose None|and the ring says",
+)
+
+
+mistake(
+    "bounded-ring",
+    "after-the-key",
+    {
+        'bisect.bisect_left(self.points, (place_of(key), ""))': "bisect.bisect("
+        "[at for at, _ in self.points], place_of(key))"
+    },
+    says="A point that lies just at the key's place is skipped: the first point *at or after* it is asked for.",
+)
+mistake(
+    "bounded-ring",
+    "remembers-keys",
+    {
+        "self.replicas = list(replicas)": "self.replicas, self.seen = list(replicas), {}",
+        "                return name": "                return self.seen.setdefault(key, name)",
+    },
+    says="A key stays where it went first, however full that replica is later.",
+)
+mistake(
+    "bounded-ring",
+    "counts-itself",
+    {"                return name": "                outstanding[name] += 1\n                return name"},
+    expect="`outstanding` is changed",
 )
 
 
