@@ -45,6 +45,14 @@ mistake(
 )
 
 
+mistake(
+    "replicas-wanted",
+    "halfway-for-the-mean",
+    {"sum(at for at, _ in rates) / len(rates)": "(rates[0][0] + rates[-1][0]) / 2"},
+    says="The middle between first and last is the mean of the times only if they are evenly spaced.",
+)
+
+
 @alternative("replicas-wanted", "from sums of products")
 def from_sums(rates, waiting, capacity, utilization, cold_start_s, drain_s):
     n, at = len(rates), [t - rates[-1][0] for t, _ in rates]
@@ -93,6 +101,14 @@ mistake(
 )
 
 
+mistake(
+    "diagnose-a-fleet",
+    "seconds-of-a-start",
+    {"page.starting_s > 2 * page.start_s": "page.starting_s > 60"},
+    says="Whether a start takes long depends on what it takes alone: that differs from fleet to fleet.",
+)
+
+
 @alternative("diagnose-a-fleet", "by scores")
 def by_scores(page):
     if page.ttft_p99_s <= 1:
@@ -101,7 +117,7 @@ def by_scores(page):
         "cold-start storm": page.starting_s / page.start_s / 2,
         "retry storm": page.attempts / page.requests / 1.5,
         "memory collapse": page.computed / page.needed / 1.15 if page.preemptions else 0.0,
-        "long prompts": max(page.prompts) / (sum(page.prompts) / len(page.prompts)) / 4,
+        "long prompts": 2 * sum(sorted(page.prompts)[-max(1, len(page.prompts) // 10) :]) / sum(page.prompts),
     }
     worst = max(scores, key=scores.get)
     return worst if scores[worst] > 1 else "noisy neighbour"

@@ -333,7 +333,7 @@ receipts.affinity(Ring)
 # ### Exercise 6 · scaling for a load that is not there yet (20 minutes)
 #
 # A replica that you order now serves after a cold start. How many should there be *then*? Least squares over the recent
-# rates gives a line; a fall is not trusted. What waits already has to be worked off, too.
+# rates gives a line; the plan is never below the latest rate. What waits already has to be worked off, too.
 
 
 # %%
@@ -410,7 +410,7 @@ receipts.incidents()
 # <details><summary>What each of them leaves behind</summary>
 #
 # - *Retry storm*: more requests arrive than clients have questions.
-# - *Noisy neighbour*: one tenant waits long and has sent little, another has sent most.
+# - *Noisy neighbour*: no few prompts hold most tokens. One tenant has sent most, and one that has sent little waits long.
 # - *Memory collapse*: preemptions, and tokens computed twice.
 # - *Long prompts*: waits are long although few wait, and most prompt tokens belong to few requests.
 # - *Cold-start storm*: replicas have been starting for longer than a start takes.
@@ -427,7 +427,7 @@ def diagnose(page):
     .tenants {name: (requests, ttft p99)}, .prompts: tokens of each prompt, .starting_s:
     how long the oldest start has been going on, .start_s: what a start takes alone.
     Healthy: ttft_p99_s up to 1, whatever else. A tenth more attempts than requests, a twentieth
-    more tokens than needed or a start that goes on are everyday."""
+    more tokens than needed or a start that goes on no longer than alone are everyday."""
     # BEGIN SOLUTION
     if page.ttft_p99_s <= 1:
         return "healthy"

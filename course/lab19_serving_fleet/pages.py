@@ -1,6 +1,6 @@
 """One page of metrics of each incident, as somebody on call would see it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from course.lab19_serving_fleet import incidents
@@ -31,8 +31,8 @@ class Page:
         return (
             f"TTFT p99 {self.ttft_p99_s:.2f} s, {self.requests} requests in {self.attempts} attempts, "
             f"{self.preemptions} preemptions, {self.computed:,} tokens computed of {self.needed:,} needed, longest "
-            f"prompt {max(self.prompts):,} of {sum(self.prompts):,} tokens, oldest start {self.starting_s:.0f} s ago; "
-            + tenants
+            f"prompt {max(self.prompts):,} of {sum(self.prompts):,} tokens, oldest start {self.starting_s:.0f} s ago "
+            f"(alone a start takes {self.start_s:.0f} s); " + tenants
         )
 
 
@@ -64,9 +64,34 @@ def with_everyday_noise(name: str) -> Page:
         "attempts": max(found.attempts, found.requests + found.requests // 10),
         "preemptions": max(1, found.preemptions),
         "computed": max(found.computed, found.needed + found.needed // 20),
-        "starting_s": max(found.starting_s, 1.3 * START_S),
+        "starting_s": max(found.starting_s, 0.9 * START_S),
     }
     return Page(**vars(found) | noise)
+
+
+def with_p99(name: str, p99_s: float) -> Page:
+    """The page of an incident with other waits: up to a second it is healthy, whatever else it says."""
+    found = page(name)
+    tenants = {each: (count, min(p99, p99_s)) for each, (count, p99) in found.tenants.items()}
+    return replace(found, ttft_p99_s=p99_s, tenants=tenants)
+
+
+def variants(name: str) -> list[Page]:
+    """The same incident in other fleets: little late, ten times as large, other names, slower and faster starts."""
+    found, noisy = page(name), with_everyday_noise(name)
+    counts = ("requests", "attempts", "preemptions", "computed", "needed", "most_waiting", "prompts")
+    large = replace(noisy, **{each: 10 * getattr(noisy, each) for each in counts})
+    names = {f"tenant {n}": (10 * count, p99) for n, (count, p99) in enumerate(found.tenants.values())}
+    storm = name == "cold-start storm"
+    slow = replace(found, start_s=300.0, starting_s=10 * found.starting_s if storm else 200.0)
+    fast = replace(found, start_s=3.0, starting_s=found.starting_s / 10)
+    made = [noisy, with_p99(name, 1.1), replace(large, tenants=names), slow, fast]
+    if name == "long prompts":
+        made.append(replace(found, tenants={"default": (found.requests, found.ttft_p99_s)}))
+    if name == "noisy neighbour":
+        made.append(replace(found, prompts=[1500, *found.prompts[1:]]))
+        made.append(replace(found, preemptions=50, computed=found.needed + found.needed // 33))
+    return made
 
 
 def of_stage(staged: Staged) -> Page:
