@@ -28,8 +28,8 @@
 # >
 # > - *"The average latency is fine."* Users meet the tail: a page that makes 20 calls meets the p99 of one of them in
 # >   18 % of its loads, $1 - 0.99^{20}$ ([Dean and Barroso 2013](https://research.google/pubs/the-tail-at-scale/)).
-# > - *"At 80 % utilization a fifth of the capacity is left."* At 80 % the mean wait is already two services if all are
-# >   equal, and ten if their spread is 2.
+# > - *"At 80 % utilization a fifth of the capacity is left."* At 80 % the mean wait is already two service times if
+# >   all are equal, and ten if their standard deviation is twice their mean.
 # > - *"Retries make a service reliable."* They multiply the load when there is least room for it
 # >   ([Bronson et al. 2021](https://sigops.org/s/conferences/hotos/2021/papers/hotos21-s11-bronson.pdf), metastable
 # >   failures).
@@ -112,7 +112,7 @@ measured.measured_knee()
 #
 # How you measure decides what you see. A load test sends ten requests per second; the server stands still for ten
 # seconds. A generator that waits for each answer before it sends the next (*closed loop*) meets the stall once, and
-# counts 1 of 500. But a hundred users would have met it. Leaving them out is *coordinated omission*
+# counts 1 of 600. But a hundred users would have met it. Leaving them out is *coordinated omission*
 # ([Tene 2013](https://www.infoq.com/presentations/latency-response-time/)). The cure: requests are *due* at times
 # that do not depend on the server, and latency counts from there. And a request that failed was not fast.
 
@@ -136,7 +136,7 @@ latency_percentile = check("latency-percentile", latency_percentile)
 receipts.omission()
 
 # %% [markdown]
-# The two generators sent the same plan to the same server. The closed one reports a server without a blemish.
+# The two generators sent the same plan to the same server. By the closed one's p99 nothing happened.
 #
 # ### Exercise 2 · a token bucket (20 minutes, skip on a first reading)
 #
@@ -169,10 +169,11 @@ class TokenBucket:
 TokenBucket = check("bucket-per-tenant", TokenBucket)
 
 # %% [markdown]
-# The number that `take` returns belongs in the `Retry-After` header of the 429. A bucket bounds what one tenant
-# sends; it does not bound what all of them send. For that a queue needs an end. With q places, a request that takes the
-# last of them waits about $q / \mu$ on average, and up to twice that at p99 when services are as uneven as here. The
-# others hear *no* at once (lab 21): with $K = q + 1$ inside, a share $(1-\rho)\,\rho^K / (1-\rho^{K+1})$ of them.
+# Rounded up to whole seconds, the number that `take` returns belongs in the `Retry-After` header of the 429. A bucket
+# bounds what one tenant sends; it does not bound what all of them send. For that a queue needs an end. With q places, a
+# request that takes the last of them waits about $q / \mu$ on average, and, for the eight places here, twice that at
+# p99. The others hear *no* at once (lab 21): with $K = q + 1$ inside, a share $(1-\rho)\,\rho^K / (1-\rho^{K+1})$ of
+# them.
 
 # %%
 receipts.admission()
@@ -182,7 +183,7 @@ receipts.admission()
 #
 # Ten replicas: which gets the next request? The best is the one with the fewest open requests, but a router that asks
 # all ten for every request is slow, and one that asks them now and then is wrong: all routers send everything to
-# whoever was idle a moment ago. Asking *two* at random is nearly as good
+# whoever was idle a moment ago. Asking *two* at random gets most of the gain
 # ([Mitzenmacher 2001](https://www.eecs.harvard.edu/~michaelm/postscripts/tpds2001.pdf)).
 
 
@@ -278,8 +279,8 @@ receipts.neighbours(FairQueue)
 # A queue in front cannot reach into the engine: all places may be taken when the quiet tenant comes, and the noisy one's
 # prompts make each step long. The last rows are of minillm's `FairScheduler` inside it, with longer prompts. It takes
 # places back, and prompts of a tenant that wants more than its part take no more of a step than keeps the places full.
-# What is left to wait for is the step that runs and the own prompt's. So the tail stays within 1.5 times of being alone
-# *if* these two together do, and if the tenant's requests fit its part of the places.
+# All that is left to wait for is the step in progress and the one that computes its own prompt. So the tail stays
+# within 1.5 times of being alone *if* these two together do, and if the tenant's requests fit its part of the places.
 #
 # ### Exercise 5 · affinity against balance (25 minutes, skip on a first reading)
 #
@@ -400,7 +401,7 @@ receipts.incidents()
 # - **Long prompts**: 1,500 tokens in one pass hold all others for 0.8 s. Chunks that leave room in each step help the
 #   short ones, and the long ones pay.
 # - **Cold-start storm**: n replicas that start together and share one disk are all ready after n times 30 s, and none
-#   before. One at a time there is one every 30 s: capacity comes sooner, and fewer replicas are ordered.
+#   before. One at a time there is one every 30 s: capacity comes sooner.
 #
 # ### Exercise 7 · read the metrics (25 minutes)
 #
@@ -454,9 +455,9 @@ receipts.losses()
 
 # %% [markdown]
 # At 30 % load two random choices are no better than taking turns, since both sometimes pick a busy replica although
-# others are idle. Only exact counts find the idle one. Looking ahead costs replicas: on the rise of exercise 6 it takes
-# 6.6 replica hours instead of 6.2. And one large queue before all replicas beats any routing, where requests can wait
-# in the router; with a batch in each replica they mostly cannot.
+# others are idle. Only exact counts find the idle one. Looking ahead costs replica hours, as the table of exercise 6
+# shows. And one large queue before all replicas beats any routing, where requests can wait in the router; with a batch
+# in each replica they mostly cannot.
 #
 # ## The same in production
 #
@@ -532,8 +533,9 @@ receipts.design()
 #
 # D2: the rise is 0.2 requests per second in each second. Capacity follows it 240 s late (a minute to see it, 180 s to
 # start), so at the end of the rise it lacks 0.2 · 240 = 48 requests per second, and the backlog is the area between two
-# lines 240 s apart: 60 · 240 = 14,400 requests, less what slack there was. A warm pool of 48 / 8 = 6 replicas bridges
-# it. All day that costs 144 replica hours; started on a schedule half an hour before, 3.
+# lines 240 s apart: 60 · 240 = 14,400 requests, less what slack there was. Six more
+# replicas (48 / 8) that already serve bridge it. All day they cost 144 replica hours; started on a schedule half an
+# hour before, 3. A pool that stands by is ordered a minute late: up to 60 · 60 = 3,600 still wait.
 # </details>
 #
 # ### Capstone (open)
