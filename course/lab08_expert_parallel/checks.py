@@ -66,7 +66,7 @@ def _routings() -> list[tuple[str, Tensor, int, Tensor | None]]:
         ("top 2 of 7, float16 logits", (0.5 * draw(16, 7)).half(), 2, 0.1 * draw(7)),
         # One step of a 16-bit logit, or of this bias, is lost in a 16-bit score.
         ("top 4 of 64, bfloat16 logits in a row", (0.5 + climbing / 256).bfloat16(), 4, None),
-        ("top 4 of 64, float16 logits in a row", (0.5 + climbing / 2048).half(), 4, None),
+        ("top 4 of 64, float16 logits in a row", (0.5 + climbing / 2048).half(), 4, torch.zeros(64)),
         ("top 3 of 8, bfloat16 logits, biases in a row", zeros.bfloat16(), 3, 0.5 + torch.arange(8).double() / 1000),
     ]
 
