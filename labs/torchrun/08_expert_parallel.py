@@ -64,7 +64,7 @@ def rank_program(group: Group) -> dict[str, Any]:
 
 
 def try_exchange(group: Group) -> tuple[int, bool]:
-    """Every expert is asked for equally often, and multiplies its rows by its number."""
+    """Every expert is chosen equally often, and multiplies its rows by its number."""
     num_experts = EXPERTS_PER_RANK * group.world_size
     draw = torch.Generator().manual_seed(group.rank)
     pairs = TOKENS_PER_EXPERT * num_experts  # so that they divide
@@ -74,22 +74,30 @@ def try_exchange(group: Group) -> tuple[int, bool]:
     with ledger() as led:
         arrived, own, plan = to_experts(rows, counts, group)
         numbers = EXPERTS_PER_RANK * group.rank + torch.arange(EXPERTS_PER_RANK, device=rows.device)
-        home = from_experts(arrived * numbers.repeat_interleave(own)[:, None], plan, group)
+        factors = numbers.repeat_interleave(torch.as_tensor(own, device=rows.device))
+        home = from_experts(arrived * factors[:, None], plan, group)
     sent = sum(event.bytes for event in led.events if event.dtype.startswith("float"))
     return sent, len(arrived) == pairs and torch.equal(home, rows * chosen[:, None])
 
 
 def try_average(group: Group) -> tuple[int, bool]:
-    """As with ep = all ranks: one replica of each expert,
-    whose gradient has every rank's mean in it."""
+    """Two replicas of each expert, ranks r and r + n / 2; of an odd number of ranks, one."""
     n = group.world_size
-    alone = [group.subgroup([rank], f"alone {rank}") for rank in range(n)][group.rank]
+    ep = n // replicas_of(n)
+    alike = [group.subgroup(range(at, n, ep), f"replicas {at}") for at in range(ep)]
+    replicas = alike[group.rank % ep]
     router = torch.full((8 * n,), float(group.rank), device=group.device)
     experts = torch.full((8,), float(n * (1 + group.rank)), device=group.device)
     with ledger() as led:
-        mean, own = average_gradients(router, experts.clone(), group, alone)
-    right = torch.full_like(router, (n - 1) / 2), experts / n
-    return led.bytes(), torch.allclose(mean, right[0]) and torch.allclose(own, right[1])
+        mean, own = average_gradients(router, experts, group, replicas)
+    right = (n - 1) / 2, sum(1.0 + rank for rank in replicas.ranks)
+    pairs = zip((mean, own), right, strict=True)
+    return led.bytes(), all(torch.allclose(x, torch.full_like(x, wanted)) for x, wanted in pairs)
+
+
+def replicas_of(n: int) -> int:
+    """Ranks that hold the same experts."""
+    return 2 if n % 2 == 0 else 1
 
 
 PARTS = {"exchange": try_exchange, "average": try_average}
@@ -97,11 +105,11 @@ PARTS = {"exchange": try_exchange, "average": try_average}
 
 def predictions(n: int) -> dict[str, int]:
     """Bytes sent by all ranks: two all-to-alls of rows,
-    and an all-reduce of the router's gradient alone."""
-    pairs = TOKENS_PER_EXPERT * EXPERTS_PER_RANK * n
+    and all-reduces of the router's gradient over all ranks, of 8 experts' over their replicas."""
+    pairs, alike = TOKENS_PER_EXPERT * EXPERTS_PER_RANK * n, replicas_of(n)
     return {
         "exchange": round(n * 2 * moe.all_to_all_bytes(pairs, 1, HIDDEN, 4, n)),
-        "average": 2 * (n - 1) * 4 * 8 * n,
+        "average": 2 * (n - 1) * 4 * 8 * n + (n // alike) * 2 * (alike - 1) * 4 * 8,
     }
 
 
