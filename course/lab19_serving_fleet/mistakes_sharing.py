@@ -140,7 +140,7 @@ mistake(
         'bisect.bisect_left(self.points, (place_of(key), ""))': "bisect.bisect("
         "[at for at, _ in self.points], place_of(key))"
     },
-    says="A point that lies just at the key's place is skipped: the first point *at or after* it is asked for.",
+    says="A key that is itself a place is sent past the point there: bisect looks behind an equal one.",
 )
 mistake(
     "bounded-ring",
