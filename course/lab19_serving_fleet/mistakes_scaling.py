@@ -90,7 +90,7 @@ mistake(
 mistake(
     "diagnose-a-fleet",
     "starting-unseen",
-    {'    if page.starting_s > 2 * page.start_s:\n        return "cold-start storm"\n': ""},
+    {'    if page.starting_s > page.start_s:\n        return "cold-start storm"\n': ""},
     says="Replicas have been starting for many times what a start takes, and you do not look at it.",
 )
 mistake(
@@ -104,7 +104,7 @@ mistake(
 mistake(
     "diagnose-a-fleet",
     "seconds-of-a-start",
-    {"page.starting_s > 2 * page.start_s": "page.starting_s > 60"},
+    {"page.starting_s > page.start_s": "page.starting_s > 60"},
     says="Whether a start takes long depends on what it takes alone: that differs from fleet to fleet.",
 )
 

@@ -432,7 +432,7 @@ def diagnose(page):
     # BEGIN SOLUTION
     if page.ttft_p99_s <= 1:
         return "healthy"
-    if page.starting_s > 2 * page.start_s:
+    if page.starting_s > page.start_s:
         return "cold-start storm"
     if page.attempts > 1.5 * page.requests:
         return "retry storm"
