@@ -43,6 +43,7 @@ from minillm.predict import comms
 )
 def check_partition(learner: Callable) -> Receipt:
     cases = [_draw_sizes(world, divisible) for world, divisible in ((4, False), (3, False), (4, True), (1, True))]
+    cases.append(Sizes([*cases[2].parameters, torch.randn(4)], 4))  # shards one longer: the other one is odd
     cases.append(Sizes(list(torch.randn(5).split((2, 1, 2))), 4))  # shards of 2: nothing is left for the last rank
     fewer = Sizes(list(torch.randn(3).split((1, 2))), random.randint(5, 9))  # than ranks
     for case in (*cases, fewer, _draw_sizes(random.randint(5, 9), False)):
@@ -180,9 +181,16 @@ def check_zero_one(learner: Callable) -> Receipt:
 
 
 def _judge_objects(case: Steps, ranks: Sequence[RankRecord], rows: list) -> None:
-    """CheckFailed if an object changes what it was given, keeps the whole weights twice, or shares with another."""
+    """CheckFailed if weights differ at first, or an object changes what it was given, keeps the whole weights twice, or
+    shares with another."""
+    if not all(did.held["first weights"] for did in ranks):
+        raise CheckFailed(
+            "right after the first step, but before it `weights` are not rank 0's on every rank, so the first "
+            "gradients come from different models: broadcast into `weights` themselves, in __init__",
+            rows,
+        )
     kept, size = max(did.held["copies"] for did in ranks), case.weights[0].nbytes
-    if kept >= size:
+    if kept >= size and case.world_size > 3:  # on fewer ranks a shard and buffers of its length are as large
         raise CheckFailed(
             f"right values, but the object keeps {kept:,} bytes besides `weights`, which have {size:,}: a second copy "
             "of everything. Keep this rank's part only",

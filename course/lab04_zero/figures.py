@@ -95,7 +95,11 @@ def stage3_timeline(blocks: int = 5, prefetch: int = 1, gather_ms: int = 21, for
     _lanes(axes, [(b.lane, b.name, b.start, b.end, 0.0) for b in bars])
     end = max(bar.end for bar in bars)
     busy = sum(bar.end - bar.start for bar in bars if bar.lane == "compute")
-    axes.set_title(f"Prefetch {prefetch}: {end * 1e3:.0f} ms, computing {busy / end:.0%} of it (simulated)")
+    whole = min(prefetch + 1, blocks)
+    axes.set_title(
+        f"Prefetch {prefetch}: {end * 1e3:.0f} ms, computing {busy / end:.0%} of it (simulated); "
+        f"at most {whole} block{'s' * (whole > 1)} whole at once"
+    )
     axes.set_xlabel("time (ms)")
     return figure
 

@@ -1,5 +1,6 @@
 """Spoilers of lab 04: partitions that lose elements, a ZeRO-1 that shards nothing, sends too much or sums."""
 
+import torch
 from torch import nn
 
 from course.kit import answers_of
@@ -59,6 +60,12 @@ mistake(
     },
     expect=r"slice\(0, 0\) where the rank holds nothing",
 )
+mistake(
+    "shard-partition",
+    "rounds-halves-to-even",
+    {"-(-sum(sizes) // world_size)": "round(sum(sizes) / world_size + 0.5)"},
+    expect="are enough, yours have",
+)
 mistake("shard-partition", "pairs-of-numbers", {"slice(low, high)": "(low, high)"}, expect="is no slice")
 mistake("shard-partition", "in-steps", {"slice(low, high)": "slice(low, high, 2)"}, expect="is no slice of neighbours")
 alternative("shard-partition", "open", {"slice(low, high)": "slice(low or None, high if high < size else None)"})
@@ -116,6 +123,16 @@ mistake(
     "different-first-weights",
     {"group.broadcast(weights)": "weights"},
     expect="a patchwork: begin with rank 0's",
+)
+mistake(
+    "zero-one-step",
+    "own-weights-until-the-first-step",
+    {
+        "self.weights, self.group = group.broadcast(weights), group": (
+            "self.weights, self.group = weights, group\n        weights = group.broadcast(weights.clone())"
+        )
+    },
+    expect="first\\s+gradients come from different models",
 )
 mistake("zero-one-step", "adds-gradients", {', op="avg"': ""}, expect="added up, not averaged")
 mistake(
@@ -197,6 +214,18 @@ class ViewOfTheWeights:
 
     def step(self, gradient):
         self.shard.grad = self.group.reduce_scatter(gradient) / self.group.world_size
+        self.optimizer.step()
+        self.group.all_gather(self.shard.data, out=self.weights)
+
+
+@alternative("zero-one-step", "a-buffer-for-the-reduced-shard")
+class ReducesIntoABuffer(ANSWERS.ZeroOne):
+    def __init__(self, weights, group, make):
+        super().__init__(weights, group, make)
+        self.part = torch.empty_like(self.shard.data)
+
+    def step(self, gradient):
+        self.shard.grad = self.group.reduce_scatter(gradient, op="avg", out=self.part)
         self.optimizer.step()
         self.group.all_gather(self.shard.data, out=self.weights)
 

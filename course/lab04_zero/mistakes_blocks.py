@@ -1,11 +1,6 @@
-"""Spoilers of lab 04: hooks that free nothing, blocks that stay, reductions that send twice as much as needed."""
+"""Spoilers of lab 04: hooks that free nothing, flat gradients that stay, reductions that send twice as much."""
 
-import torch
-
-from course.kit import answers_of
 from course.kit.exercises import alternative, mistake
-
-ANSWERS = answers_of("04_zero")
 
 # Stage 2
 
@@ -101,26 +96,98 @@ mistake(
 
 @alternative("reduce-scatter-hooks", "counts-and-a-flat-buffer")
 def with_a_buffer(buckets, group):
-    n, shards = group.world_size, [None] * len(buckets)
-    counts = [0] * len(buckets)
-    sizes = [sum(p.numel() for p in bucket) for bucket in buckets]
-    buffers = [bucket[0].new_zeros(size + -size % n) for size, bucket in zip(sizes, buckets, strict=True)]
-    for index, bucket in enumerate(buckets):
-        start = 0
-        for parameter in bucket:
-            view = buffers[index][start : start + parameter.numel()].view(parameter.shape)
-            start += parameter.numel()
+    return fills_buffers(buckets, group, drop=True)
 
-            def ready(parameter, view=view, index=index):
-                view.copy_(parameter.grad)
+
+def fills_buffers(buckets, group, drop):
+    """drop: a bucket's buffer lives from its first gradient to the reduce-scatter; else for ever."""
+    n, shards, buffers = group.world_size, [None] * len(buckets), {}
+    counts = [0] * len(buckets)
+    for index, bucket in enumerate(buckets):
+        size, start = sum(p.numel() for p in bucket), 0
+        for parameter in bucket:
+
+            def ready(parameter, start=start, size=size, index=index):
+                if index not in buffers:
+                    buffers[index] = parameter.new_zeros(size + -size % n)
+                buffers[index][start : start + parameter.numel()] = parameter.grad.flatten()
                 parameter.grad = None
                 counts[index] += 1
                 if counts[index] == len(buckets[index]):
                     counts[index] = 0
-                    shards[index] = group.reduce_scatter(buffers[index]) / group.world_size
+                    shards[index] = group.reduce_scatter(buffers[index]) / n
+                    if drop:
+                        del buffers[index]
 
+            start += parameter.numel()
             parameter.register_post_accumulate_grad_hook(ready)
     return shards
+
+
+@mistake("reduce-scatter-hooks", "a-buffer-per-bucket-for-ever", expect="no buffer per bucket")
+def with_buffers_that_stay(buckets, group):
+    return fills_buffers(buckets, group, drop=False)
+
+
+alternative(
+    "reduce-scatter-hooks",
+    "one-buffer-for-all-buckets",
+    {
+        "shards = [None] * len(buckets)": (
+            "shards = [None] * len(buckets)\n"
+            "    most = max(sum(p.numel() for p in bucket) for bucket in buckets) + group.world_size\n"
+            "    buffer = buckets[0][0].new_zeros(most)"
+        ),
+        "flat = F.pad(flat, (0, -len(flat) % group.world_size))": (
+            "size, whole = len(flat), len(flat) + -len(flat) % group.world_size\n"
+            "            buffer[:size], buffer[size:whole] = flat, 0\n"
+            "            flat = buffer[:whole]"
+        ),
+    },
+)
+mistake(
+    "reduce-scatter-hooks",
+    "shards-are-views-of-whole-buckets",
+    {
+        'group.reduce_scatter(flat, op="avg")': (
+            'group.reduce_scatter(flat, op="avg", out=flat.chunk(group.world_size)[group.rank])'
+        )
+    },
+    expect="none that is a view of a whole bucket",
+)
+mistake(
+    "reduce-scatter-hooks",
+    "keeps-flat-gradients",
+    {
+        "shards = [None] * len(buckets)": "shards, whole = [None] * len(buckets), {}",
+        "for p in bucket:": "whole[index] = flat\n            for p in bucket:",
+    },
+    expect="whole flat gradients are still there after backward",
+)
+mistake(
+    "reduce-scatter-hooks",
+    "all-buckets-at-the-end",
+    {
+        "shards = [None] * len(buckets)": "shards, waiting = [None] * len(buckets), {}",
+        'shards[index] = group.reduce_scatter(flat, op="avg")': (
+            "waiting[index] = flat\n"
+            "            while len(waiting) == len(buckets) or (waiting and 0 not in waiting):\n"
+            "                place = min(waiting)\n"
+            '                shards[place] = group.reduce_scatter(waiting.pop(place), op="avg")'
+        ),
+    },
+    expect="as soon as its last gradient is there",
+)
+mistake(
+    "reduce-scatter-hooks",
+    "padding-left-as-it-was",
+    {
+        "flat = F.pad(flat, (0, -len(flat) % group.world_size))": (
+            "flat = F.pad(flat, (0, -len(flat) % group.world_size), value=7.0)"
+        )
+    },
+    expect="the padding at the end is not zeros",
+)
 
 
 alternative(
@@ -128,117 +195,3 @@ alternative(
     "all-to-all-and-a-sum",
     {'group.reduce_scatter(flat, op="avg")': "group.all_to_all(flat).view(group.world_size, -1).mean(0)"},
 )
-
-
-# Stage 3
-
-mistake(
-    "gather-compute-free",
-    "keeps-the-gathered-block",
-    {
-        "ctx.save_for_backward(x, shard)": (
-            "weights = group.all_gather(shard)\n        ctx.save_for_backward(x, weights)"
-        ),
-        "compute(x, group.all_gather(shard))": "compute(x, weights)",
-        "x, shard = ctx": "x, weights = ctx",
-        "ctx.group.all_gather(shard)": "weights.detach()",
-    },
-    expect="5 of 5 blocks lie there whole",
-)
-
-
-mistake(
-    "gather-compute-free",
-    "keeps-a-hidden-copy",
-    {
-        "ctx.save_for_backward(x, shard)": (
-            "weights = group.all_gather(shard)\n        ctx.save_for_backward(x, weights.clone())"
-        ),
-        "compute(x, group.all_gather(shard))": "compute(x, weights)",
-        "x, shard = ctx": "x, weights = ctx",
-        "ctx.group.all_gather(shard)": "weights.clone()",
-    },
-    expect="their weights stay somewhere",
-)
-mistake(
-    "gather-compute-free",
-    "all-reduce-then-slice",
-    {
-        'ctx.group.reduce_scatter(gradient, op="avg")': (
-            'ctx.group.all_reduce(gradient, op="avg").chunk(ctx.group.world_size)[ctx.group.rank].clone()'
-        )
-    },
-    expect="two all-gathers and one reduce-scatter",
-)
-mistake("gather-compute-free", "adds-gradients", {', op="avg"': ""}, expect="it is the sum, 4 times the average")
-mistake(
-    "gather-compute-free",
-    "no-reduction",
-    {'ctx.group.reduce_scatter(gradient, op="avg")': "gradient.chunk(ctx.group.world_size)[ctx.group.rank].clone()"},
-    expect="nothing was reduced",
-)
-mistake(
-    "gather-compute-free",
-    "reduces-activations",
-    {"return x_gradient,": 'return ctx.group.all_reduce(x_gradient, op="avg"),'},
-    expect="the gradient of x is wrong",
-)
-
-
-@alternative("gather-compute-free", "empties-the-storage")
-class EmptiesTheStorage(torch.autograd.Function):
-    """Keeps the tensor, frees its memory: how FSDP does it."""
-
-    @staticmethod
-    def forward(ctx, x, shard, compute, group):
-        weights = group.all_gather(shard)
-        output = compute(x, weights)
-        ctx.size = weights.untyped_storage().nbytes()
-        weights.untyped_storage().resize_(0)
-        ctx.x, ctx.weights, ctx.shard, ctx.compute, ctx.group = x, weights, shard, compute, group
-        return output
-
-    @staticmethod
-    def backward(ctx, output_gradient):
-        ctx.weights.untyped_storage().resize_(ctx.size)
-        ctx.group.all_gather(ctx.shard.detach(), out=ctx.weights)
-        x, weights = ctx.x.detach().requires_grad_(), ctx.weights.detach().requires_grad_()
-        with torch.enable_grad():
-            output = ctx.compute(x, weights)
-        dx, dw = torch.autograd.grad(output, (x, weights), output_gradient)
-        del output
-        ctx.weights.untyped_storage().resize_(0)
-        return dx, ctx.group.reduce_scatter(dw) / ctx.group.world_size, None, None
-
-
-@alternative("gather-compute-free", "backward-instead-of-grad")
-class CallsBackward(ANSWERS.GatheredBlock):
-    @staticmethod
-    def backward(ctx, output_gradient):
-        x, shard = ctx.saved_tensors
-        with torch.enable_grad():
-            x, weights = x.detach().requires_grad_(), ctx.group.all_gather(shard).requires_grad_()
-            ctx.compute(x, weights).backward(output_gradient)
-        return x.grad, ctx.group.reduce_scatter(weights.grad, op="avg"), None, None
-
-
-@alternative("gather-compute-free", "torch-checkpoint-of-a-gather")
-class ByCheckpoint:
-    """A gather that autograd knows, under torch's checkpointing: the second gather is the recomputation."""
-
-    @staticmethod
-    def apply(x, shard, compute, group):
-        from torch.utils.checkpoint import checkpoint
-
-        return checkpoint(lambda x, shard: compute(x, Gather.apply(shard, group)), x, shard, use_reentrant=False)
-
-
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, shard, group):
-        ctx.group = group
-        return group.all_gather(shard)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.group.reduce_scatter(gradient, op="avg"), None

@@ -68,6 +68,45 @@ alternative(
     "gathers-one-number-each",
     {"group.all_reduce(mine.square().sum()).sqrt()": "group.all_gather(mine.norm().view(1)).norm()"},
 )
+mistake(
+    "clip-across-shards",
+    "drops-nan",
+    {"mine.square().sum()": "mine.square().nansum()"},
+    expect="none may be finite",
+)
+mistake(
+    "clip-across-shards",
+    "norm-after-scaling",
+    {"return norm": "return norm.clamp(max=max_norm)"},
+    expect="that is the norm after scaling",
+)
+mistake(
+    "clip-across-shards",
+    "pickles-the-sum",
+    {"group.all_reduce(mine.square().sum()).sqrt()": "sum(group.gather_objects(mine.square().sum())).sqrt()"},
+    expect="gather_objects pickles",
+)
+alternative(
+    "clip-across-shards",
+    "a-flag-beside-the-sum",
+    {
+        "norm = group.all_reduce(mine.square().sum()).sqrt()": (
+            "broken = (~mine.isfinite()).any().to(mine.dtype)\n"
+            "    total, broken = group.all_reduce(torch.stack([mine.square().sum(), broken]))\n"
+            "    norm = torch.where(broken > 0, torch.inf, total.sqrt())"
+        )
+    },
+)
+alternative(
+    "clip-across-shards",
+    "largest-element-first",
+    {
+        "norm = group.all_reduce(mine.square().sum()).sqrt()": (
+            "top = group.all_reduce(torch.cat([mine.abs(), mine.new_zeros(1)]).max(), op='max').clamp(min=1e-30)\n"
+            "    norm = top * group.all_reduce((mine / top).square().sum()).sqrt()"
+        )
+    },
+)
 alternative("clip-across-shards", "in-float64", {"mine.square()": "mine.double().square()"})
 
 
@@ -94,6 +133,20 @@ def pickles(state, numel, group):
     return {"step": state["step"], **whole}
 
 
+mistake("whole-state", "counts-one-step-more", {"else x for": "else x + 1 for"}, expect="it counts steps")
+mistake(
+    "whole-state", "one-moment-twice", {"all_gather(x)": 'all_gather(state["exp_avg"])'}, expect="is it this moment"
+)
+mistake("whole-state", "a-column", {"all_gather(x)": "all_gather(x[:, None])"}, expect="has the shape")
+mistake(
+    "whole-state",
+    "drops-the-remainder-first",
+    {"all_gather(x)": "all_gather(x[: numel // group.world_size])"},
+    expect="gather whole shards",
+)
+alternative("whole-state", "step-as-a-number", {"else x for": "else x.item() for"})
+
+
 @alternative("whole-state", "both-moments-at-once")
 def stacked(state, numel, group):
     both = torch.stack([state["exp_avg"], state["exp_avg_sq"]], dim=1)
@@ -107,6 +160,26 @@ def stacked(state, numel, group):
 @mistake("offload-adam", "reads-everything", expect="read, use and write one chunk before the next")
 def all_at_once(weights, gradient, store, step, chunk, lr, betas, eps):
     ANSWERS.stream_adam(weights, gradient, store, step, len(weights), lr, betas, eps)
+
+
+@mistake("offload-adam", "collects-all-chunks", expect="read, use and write one chunk before the next")
+def collects_chunks(weights, gradient, store, step, chunk, lr, betas, eps):
+    parts = [slice(start, start + chunk) for start in range(0, len(weights), chunk)]
+    m, v = (torch.cat([store.read(name, part) for part in parts]) for name in ("m", "v"))
+    m.lerp_(gradient, 1 - betas[0])
+    v.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    for part in parts:
+        store.write("m", part, m[part])
+        store.write("v", part, v[part])
+    weights -= lr * m / (1 - betas[0] ** step) / ((v / (1 - betas[1] ** step)).sqrt() + eps)
+
+
+@mistake("offload-adam", "writes-all-at-the-end", expect="read, use and write one chunk before the next")
+def writes_at_the_end(weights, gradient, store, step, chunk, lr, betas, eps):
+    late = _Late(store, len(weights))
+    ANSWERS.stream_adam(weights, gradient, late, step, chunk, lr, betas, eps)
+    for name, values in late.kept.items():
+        store.write(name, slice(None), values)
 
 
 mistake(
@@ -152,6 +225,22 @@ class _Memory:
         self.kept[name][part] = values
 
 
+class _Late(_Memory):
+    def __init__(self, store, size):
+        super().__init__(size)
+        self.read = store.read
+
+
+mistake(
+    "offload-adam",
+    "eps-before-the-correction",
+    {
+        "m, v = m / (1 - betas[0] ** step), v / (1 - betas[1] ** step)": (
+            "m = m * (1 - betas[1] ** step) ** 0.5 / (1 - betas[0] ** step)"
+        )
+    },
+    expect="both stored; then",
+)
 mistake(
     "offload-adam",
     "stores-corrected-moments",
@@ -179,6 +268,13 @@ mistake(
 @mistake("offload-adam", "moves-a-copy", expect="change the weights in place")
 def moves_a_copy(weights, gradient, store, step, chunk, lr, betas, eps):
     ANSWERS.stream_adam(weights.clone(), gradient, store, step, chunk, lr, betas, eps)
+
+
+alternative(
+    "offload-adam",
+    "in-float64",
+    {'store.read("m", part), store.read("v", part)': 'store.read("m", part).double(), store.read("v", part).double()'},
+)
 
 
 @alternative("offload-adam", "reads-one-chunk-ahead")

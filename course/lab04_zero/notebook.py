@@ -5,11 +5,11 @@
 # times $(N-1)/N$.** You divide them. ($N$ ranks; the parameters take $P$ bytes.)
 # Stands on labs 01 (reduce-scatter and all-gather), 02 (16 bytes per parameter) and 03 (replicas).
 #
-# About 4 hours; the core path of two is exercises 1 to 6, the first two measurements and *Break it*. Offload, marked *skip
-# on a first reading*, takes another half hour. Run All takes about a minute. At the end you can answer:
+# About 4 hours; the core path of two is exercises 1 to 6, the first two measurements and *Break it*. Offload, marked
+# *skip on a first reading*, takes another half hour. Run All takes about a minute. At the end you can answer:
 #
 # 1. What does a rank hold, and what does it send, in each of the three stages?
-# 2. Why do stages 1 and 2 send no more than plain data parallelism, and what makes stage 3 expensive?
+# 2. When do stages 1 and 2 send no more than plain data parallelism, and what makes stage 3 expensive?
 # 3. Which four things break *silently* once a rank has only a part of the state?
 #
 # Data parallelism gives every rank the same weights, gradients and optimizer state. ZeRO
@@ -51,8 +51,8 @@ for name, state in (("bf16 with masters", ADAM_MIXED), ("fp32", ADAM_FP32)):
     print(f"{name:<24}" + "{:>9}{:>11}{:>9}{:>9}{:>6}".format(*each))
 
 # %% [markdown]
-# Mixed precision takes 16 bytes either way: it saves activations, traffic and time, and no state. And 12 of the 16 bytes
-# belong to the optimizer, which is why stage 1 begins there.
+# Both take 16 bytes: mixed precision saves activations, traffic and time, but no state. 12 of its 16 bytes belong to the
+# optimizer, which is why stage 1 begins there.
 #
 # ## Predict
 #
@@ -76,14 +76,14 @@ sliders(figures.memory_by_stage, billions=(0.5, 70.0, 0.5), ranks=(1, 64), mixed
 #
 # | Claim | What is true |
 # |---|---|
-# | "ZeRO saves 4, 8 and $N$ times." ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), abstract and §5) | These are limits for large $N$: 2.9, 4.3 and 8 times at $N = 8$. Stages 1 and 2 cannot go below 4Ψ and 2Ψ. |
+# | "ZeRO saves 4, 8 and $N$ times." ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), §5, often quoted without its condition on $N$) | 4 and 8 are limits for large $N$: at $N = 8$ it is 2.9, 4.3 and 8 times. Stages 1 and 2 cannot go below 4Ψ and 2Ψ. |
 # | "Mixed precision halves the memory." | Not the state: 16 bytes per parameter either way. |
 # | "Training takes 16Ψ bytes per parameter." | 16Ψ bytes in all for Ψ parameters, 16 bytes for each. |
 # | "Stage 3 divides the largest part, the parameters." | They are 2 of 16 bytes. The optimizer's 12 are divided from stage 1 on. |
-# | "10B parameters train on 4 cards of 40 GB with stage 3." | 16 bytes · 10B / 4 are the whole 40 GB, and activations come on top. With the optimizer's 12 bytes offloaded 10 GB are left on each. |
-# | "ZeRO trades memory for communication." | Stages 1 and 2 send what data parallelism sends; stage 3 sends 1.5 times as much. |
-# | "Each rank contributes its shard to an all-reduce." | Its *whole* gradient goes into a reduce-scatter. Optimizer state never travels. |
-# | "Shards of gradients are fetched when they are needed." | Only weights are gathered. A gradient travels once, to the rank that keeps its sum, and what happens next is local. |
+# | "10B parameters train on 4 cards of 40 GB with stage 3." | 16 bytes · 10B / 4 are the whole 40 GB, and activations come on top. With the optimizer's 12 bytes per parameter offloaded, each card holds 10 GB of state. |
+# | "ZeRO trades memory for communication." | With one microbatch stages 1 and 2 send what data parallelism sends, stage 3 1.5 times as much. |
+# | "Each rank contributes its shard to an all-reduce." | Its *whole* gradient goes into a reduce-scatter. In a step optimizer state never travels. |
+# | "Shards of gradients are fetched when they are needed." | In a step only weights are gathered. A gradient travels once, to the rank that keeps its sum, and what happens next is local. |
 # | "Sharding synchronises gradients more often." | Once per backward, as data parallelism does, in pieces. What comes on top are gathers of weights. |
 # | "FSDP costs 1.5 times the communication of DDP." | Without accumulation. With $K$ microbatches 1.5 $K$ times. |
 #
@@ -105,9 +105,10 @@ sliders(figures.who_holds_what, ranks=(1, 6), layers=(1, 4))
 # %%
 def partition(sizes, world_size, rank):
     """sizes: elements of each parameter
-    -> (length of every shard, for each parameter the slice that rank holds).
+    -> (length of every shard, list with the slice of each parameter that rank holds).
 
-    Slices count from the parameter's own first element; slice(0, 0) where rank holds nothing of it.
+    Slices count from the parameter's own first element. An empty slice, such as slice(0, 0), where
+    rank holds nothing of it.
     The flat buffer is padded at its end, by as little as makes the shards equal.
     """
     # BEGIN SOLUTION
@@ -141,7 +142,8 @@ class ZeroOne:
 
     def __init__(self, weights, group, make):
         """make([parameter, ...]) gives a torch optimizer.
-        Ranks may come with different weights: rank 0's count."""
+        Ranks may come with different weights: rank 0's count, and are in everyone's `weights`
+        from here on."""
         # BEGIN SOLUTION
         self.weights, self.group = group.broadcast(weights), group
         self.shard = nn.Parameter(weights.chunk(group.world_size)[group.rank].clone())
@@ -177,8 +179,8 @@ def shard_gradients(buckets, group):
     and free those.
 
     buckets: lists of parameters. Returns a list: after every backward it holds this rank's averaged
-    shard of each bucket (its gradients flattened, one after another, zeros at the end to make it
-    divisible).
+    shard of each bucket (its parameters' gradients flattened, in the bucket's order, zeros at the
+    end to make it divisible). Nothing else of the gradients stays, one reused buffer apart.
     """
     # BEGIN SOLUTION
     shards = [None] * len(buckets)
@@ -222,7 +224,7 @@ class GatheredBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, shard, compute, group):
-        """x: this rank's activations; shard: [P/N]
+        """x: this rank's activations, which need no gradient after a frozen layer; shard: [P/N]
         -> compute(x, weights), weights: [P] from all ranks."""
         # BEGIN SOLUTION
         ctx.save_for_backward(x, shard)
@@ -270,8 +272,8 @@ def clip(gradient, numel, max_norm, group):
 clip = check("clip-across-shards", clip)
 
 # %% [markdown]
-# One number is enough. It has a second use: if any rank's gradient is infinite, *every* rank sees an infinite norm, and
-# all of them skip the step.
+# One number is enough. It has a second use: if any rank's gradient holds an infinity or NaN, *no* rank sees a finite
+# norm, and all of them skip the step.
 #
 # ### 6. Save it whole (5 minutes)
 #
@@ -366,7 +368,7 @@ receipts.sent(found)
 # And in which precision do gradients travel? Large runs compute in bf16 and reduce in fp32, because a sum over many ranks
 # loses digits in bf16 (FSDP2:
 # [`MixedPrecisionPolicy(reduce_dtype=torch.float32)`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html);
-# here `reduce_dtype`). Weights still travel in bf16, so stage 3 sends a third more, and stage 2 half as much again:
+# here `reduce_dtype`). Weights still travel in bf16, so stage 3 sends only a third more for it:
 
 # %%
 receipts.reduction()
@@ -395,7 +397,8 @@ receipts.prefetch(clocks)
 
 # %% [markdown]
 # The price of prefetching is memory: two blocks are whole at once instead of one. Move the sliders: what if compute is
-# shorter than the gather? What does a second block ahead gain?
+# shorter than the gather? (A second block ahead gains little: either one block hides a gather, or the link is the
+# bottleneck.)
 
 # %%
 show(figures.stage3_timeline)
@@ -412,9 +415,9 @@ sliders(
 # %% [markdown]
 # ## Measure: offload (*skip on a first reading*)
 #
-# The optimizer moves to where its state is (host memory or files; `minillm/parallel/sharding/offload.py`), so the state itself
-# never travels. The gradient shard crosses the link down to the host and the updated weights come back up: in 16 bits
-# $2Ψ + 2Ψ$ bytes per step over all ranks ([Ren et al. 2021](https://arxiv.org/abs/2101.06840)).
+# The optimizer moves to where its state is (host memory or files; `minillm/parallel/sharding/offload.py`), so the state
+# never crosses the link to the accelerator. The gradient shard goes down to the host and the updated weights come back
+# up: in 16 bits $2Ψ + 2Ψ$ bytes per step over all ranks ([Ren et al. 2021](https://arxiv.org/abs/2101.06840)).
 
 # %%
 receipts.offload(experiments.offloaded(found))
@@ -424,7 +427,8 @@ receipts.offload(experiments.offloaded(found))
 #
 # ## Break it
 #
-# Once each rank has only a part of the state, four habits that were fine become bugs, and none of them raises an error.
+# Once each rank has only a part of the state, four habits that were fine become bugs. None of them raises an error.
+# A hang is the lucky case.
 
 # %%
 bad_rank = int(torch.randint(0, 4, ()))
@@ -440,7 +444,7 @@ accidents = launch(experiments_breaks.all_accidents, 4, bad_rank, device="cpu")
 receipts.clipping([rank["clip"] for rank in accidents])
 
 # %% [markdown]
-# The result is too long by √N and points elsewhere, because each shard is scaled by another factor. The loss still falls.
+# The result is too long by a factor of √N and points elsewhere, because each shard is scaled by a different factor.
 #
 # ### Every rank its own seed
 #
@@ -451,8 +455,8 @@ receipts.clipping([rank["clip"] for rank in accidents])
 receipts.seeds(accidents[0]["seeds"])
 
 # %% [markdown]
-# The first model is a patchwork of four. It trains, since all ranks agree on it, but it is not the model you meant; with
-# loaded weights on one rank and random ones on the others it is garbage.
+# The first model is a patchwork of four. All ranks agree on it, but it is not the model you meant. With loaded weights on
+# one rank and random ones on the others it is garbage.
 #
 # ### Rank 0 saves
 
@@ -506,8 +510,9 @@ receipts.bug_hunt(crossing)
 #
 # ## Where it loses
 #
-# Slow links, and accumulation. Every stage on 2 ranks over an *emulated* link of 8 MB/s, so slow that bytes are nearly all
-# that counts. The formula is bytes / bandwidth + rounds · latency, as if nothing were hidden.
+# Slow links, and accumulation. Every stage on 2 ranks over an *emulated* link of 8 MB/s, so slow that bytes decide. The
+# formula has communication only (bytes / bandwidth + rounds · latency, as if nothing were hidden). What a step computes
+# comes on top, so the measured ratios are smaller.
 
 # %%
 slow = links.over_a_slow_link()
@@ -533,22 +538,23 @@ receipts.peers(theirs, found[Setup(0, 4)][0].losses[1])
 # - **DDP + [`ZeroRedundancyOptimizer`](https://docs.pytorch.org/docs/stable/distributed.optim.html)** is ZeRO-1 at $3P$:
 #   DDP all-reduces the *whole* gradient ($2P$), then each rank broadcasts what it has stepped ($P$). Yours needs $2P$.
 # - **[FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)** (`fully_shard` per block) is stage
-#   3. Its root stays gathered between forward and backward, which saves one gather. gloo carries out a reduce-scatter as
-#   an all-reduce, so here it moves nearly $4P$ where NCCL and minillm's ring move $3P$. It makes 2 all-gathers and 1
-#   reduce-scatter per block: 288 for 96 blocks.
-# - **accelerate** was asked for FSDP2 as well. What does the receipt of its memory say?
+#   3. Its root stays gathered between forward and backward, which saves one gather. This gloo carries out a
+#   reduce-scatter as an all-reduce, so here it moves nearly $4P$ where NCCL and minillm's ring move $3P$. It makes 2
+#   all-gathers and 1 reduce-scatter per block, and 1 of each for the root: 290 for 96 blocks.
+# - **[accelerate](https://huggingface.co/docs/accelerate/usage_guides/fsdp)** was asked for FSDP2 as well. What does the
+#   receipt of its memory say?
 
 # %%
 receipts.held_by_peers(found[Setup(3, 4)][0].memory, theirs[0])
 
 # %% [markdown]
-# On a CPU accelerate silently falls back to DDP: 16 Ψ, nothing sharded, right losses. On GPUs the same lines shard. A
-# ZeRO that shards nothing has right numbers, which is why your checks counted bytes.
+# On a CPU this accelerate falls back to DDP without a word: 16 Ψ, nothing sharded, right losses. On GPUs the same lines
+# shard. A ZeRO that shards nothing has right numbers, which is why your checks counted bytes.
 #
 # | torch / accelerate / DeepSpeed | here |
 # |---|---|
 # | `ZeroRedundancyOptimizer`, DeepSpeed `"stage": 1` | `ZeroOptimizer(stage=1)` |
-# | FSDP2 `reshard_after_forward=False`: gathers once, $2P$; weights stay whole until backward | between 2 and 3 |
+# | FSDP2 `reshard_after_forward=False`: gathers once, $2P$; weights stay whole until their backward is done | between 2 and 3 |
 # | DeepSpeed `"stage": 2` | `ZeroOptimizer(stage=2)` |
 # | `fully_shard(block)`, FSDP `FULL_SHARD`, DeepSpeed `"stage": 3` | `FullyShard` |
 # | `HYBRID_SHARD`, a 2-D mesh given to `fully_shard` | `FullyShard(replicate_group=...)` |
@@ -572,7 +578,7 @@ receipts.design_sharding()
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# ZeRO-1 sends least (1.0 s, mostly hidden) but holds 54.4 GB beside 30 GB of activations: it does not fit. Hybrid (ZeRO-3
+# ZeRO-1 sends least (1.0 s) but holds 54.4 GB beside 30 GB of activations: it does not fit. Hybrid (ZeRO-3
 # inside the node, replicas across) holds 26 GB and needs 1.5 s, nearly all of it on fast links. ZeRO-2 over 64 fits too
 # (28.8 GB) and sends for 4.6 s; ZeRO-3 over 64 for 12.3 s. Take hybrid, or free activations by recomputation and take
 # ZeRO-1.
@@ -595,8 +601,8 @@ receipts.design_hiding()
 # ## Capstone (*open*)
 #
 # 70B on 256 GPUs of 80 GB with 8 per node: choose sharding (stage, group size, replicas), microbatches and what is
-# recomputed. Defend it with `ADAM_MIXED.per_rank`, `minillm.predict.training.sharding` and two bandwidths, and name the number
-# you would measure first.
+# recomputed. Defend it with `ADAM_MIXED.per_rank`, `minillm.predict.training.sharding` and two bandwidths, and name the
+# number you would measure first.
 #
 # ## Interview corner
 #
@@ -605,15 +611,16 @@ receipts.design_hiding()
 # **1. What does each stage hold and send per step?**
 # <details><summary>Answer</summary>
 #
-# Hold: 4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N, 16Ψ/N bytes in mixed precision. Send: P(N-1)/N times 2, 2 and 3. Not included:
-# activations, gathered blocks, buckets, the allocator's gaps.
+# Hold: 4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N, 16Ψ/N bytes in mixed precision. Send, with one microbatch: P(N-1)/N times 2, 2 and 3.
+# Not included: activations, gathered blocks, buckets, the allocator's gaps.
 # </details>
 #
 # **2. Is ZeRO-3 1.5 times slower than DDP?**
 # <details><summary>Answer</summary>
 #
 # Its communication is, without accumulation. A step is compute plus *exposed* communication, and gathers can be
-# prefetched. With K microbatches it is 1.5 K times the bytes, because stage 3 has nothing to accumulate into.
+# prefetched. With K microbatches it is 1.5 K times the bytes, because every microbatch gathers the weights twice and,
+# having no full gradient to add to, reduces once.
 # </details>
 #
 # **3. Does stage 3 divide peak memory by N?**
@@ -647,7 +654,7 @@ receipts.design_hiding()
 # ## Can you answer them now?
 #
 # 1. What does a rank hold, and what does it send, in each of the three stages?
-# 2. Why do stages 1 and 2 send no more than plain data parallelism, and what makes stage 3 expensive?
+# 2. When do stages 1 and 2 send no more than plain data parallelism, and what makes stage 3 expensive?
 # 3. Which four things break *silently* once a rank has only a part of the state?
 #
 # Next: [05 · Tensor parallelism](05_tensor_parallel.ipynb) divides the matrices themselves, so that a block's weights never have to be gathered at all.

@@ -5,7 +5,6 @@
 
 import math
 import tempfile
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from course.shared.groups import on_groups
-from course.shared.sharding import BETAS, EPS, LR, RankRecord, make_adam
+from course.shared.sharding import BETAS, EPS, LR, RankRecord, Storages, make_adam
 from minillm import measure
 from minillm.comm import Group
 
@@ -68,22 +67,26 @@ class FileStore:
 
     def __init__(self, folder: str | Path, size: int, names: Sequence[str] = ("m", "v")) -> None:
         self.maps = {n: np.memmap(Path(folder) / f"{n}.f32", np.float32, "w+", shape=(size,)) for n in names}
-        self.bytes_read, self.bytes_written, self.most_held, self._alive = 0, 0, 0, []
+        self.bytes_read, self.bytes_written, self.copies, self.sources = 0, 0, Storages(), Storages()
 
     def read(self, name: str, part: slice) -> Tensor:
         """A copy of the numbers in `part`, as a tensor."""
         found = torch.from_numpy(np.array(self.maps[name][part]))
         self.bytes_read += found.nbytes
-        self._alive.append(weakref.ref(found.untyped_storage()))
-        held = [storage.nbytes() for known in self._alive if (storage := known()) is not None]
-        self._alive = [known for known in self._alive if known() is not None]
-        self.most_held = max(self.most_held, sum(held))
+        self.copies.see(found)
         return found
 
     def write(self, name: str, part: slice, values: Tensor) -> None:
         """Put `values` where `part` is."""
-        self.maps[name][part] = values.numpy()
-        self.bytes_written += values.nbytes
+        place = self.maps[name][part]
+        place[:] = values.numpy()
+        self.bytes_written += place.nbytes
+        self.sources.see(values)
+
+    @property
+    def most_held(self) -> int:
+        """Bytes at the fullest moment, of what was read or of what was written, with all that shares its memory."""
+        return max(self.copies.most_bytes, self.sources.most_bytes)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,10 @@ Every function yields the rows of its receipt; without arguments it measures for
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib.metadata import version
 from typing import Any
+
+import torch
 
 from course.kit.receipts import Row, formula, row, titled
 from course.lab04_zero import experiments as stages
@@ -13,6 +16,7 @@ from course.lab04_zero import experiments_breaks
 from course.lab04_zero import experiments_links as links
 from course.lab04_zero import experiments_torch as torch_peers
 from course.lab04_zero.experiments import PSI, Setup
+from course.shared.sharding import list_calls
 from course.shared.table import Table, seconds, table
 from minillm.comm import launch
 from minillm.predict import comms
@@ -49,7 +53,7 @@ def memory_7b(guess_gb: float | None = None) -> Iterator[Row]:
 
 @titled("your ZeRO-1: 4 ranks beside one")
 def trained(four: Sequence[float], one: Sequence[float]) -> Iterator[Row]:
-    yield row(f"loss of step {len(four)}", one[-1], four[-1], tolerance=1e-4)
+    yield row(f"loss of step {len(four)} (formula: on one rank)", one[-1], four[-1], tolerance=1e-4)
 
 
 @titled(f"state per rank, N = 4, Ψ = {PSI:,}", open_rows=1)
@@ -95,12 +99,13 @@ def prefetch(clocks: dict[int, dict[str, Any]] | None = None) -> Iterator[Row]:
         yield row(f"prefetch {ahead}: one step, emulated link", *seconds, "s", tolerance=0.3, noisy=True)
 
 
-@titled("ZeRO-2 on 2 ranks, bf16 with masters, offloaded", open_rows=1)
+@titled("ZeRO-2 on 2 ranks, bf16 with masters, offloaded", open_rows=1, show="left in")
 def offload(lines: Sequence[tuple[str, float, float, int, bool]]) -> Iterator[Row]:
-    for where, down, up, left, same in lines:
+    for where, down, up, _, same in lines:
         yield row(f"{where}: gradients down, weights up per step, 2Ψ each", (2 * PSI, 2 * PSI), (down, up), "B")
-        yield row("    optimizer bytes left in the process", None, left, "B")
         yield row("    the same losses as without", True, same)
+    names = ", ".join(where for where, *_ in lines)
+    yield row(f"optimizer bytes left in the process: {names}", None, tuple(left for *_, left, _ in lines), "B")
 
 
 @titled("one gradient, four shards")
@@ -111,15 +116,16 @@ def clipping(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     yield row("local norms, root mean square / global: 1/√N", n**-0.5, mean / true, "", 1e-4)
     yield row("clipped to 0.1 by local norms: √N times too long", 0.1 * n**0.5, found[0]["clipped to"], "", 1e-3)
     yield row("    and turned by (degrees)", None, found[0]["degrees"])
-    yield row("global norm: root of the sum of squares", true, sum(norm**2 for norm in local) ** 0.5, "", 1e-4)
+    root = sum(norm**2 for norm in local) ** 0.5
+    yield row("root of the sum of squares (formula: minillm's global norm)", true, root, "", 1e-4)
 
 
-@titled("whose initial weights are in the model?", open_rows=1)
+@titled("every rank its own seed: how many weights of the model are each rank's?")
 def seeds(found: dict[str, list[int]] | None = None) -> Iterator[Row]:
     found = found or _accidents()[0]["seeds"]
     whole, n = found["elements"][0], len(found["FullyShard"])
-    yield row("fully_shard, seeded by rank: weights from each rank", (whole // n,) * n, tuple(found["fully_shard"]))
-    yield row("FullyShard, seeded by rank: all from rank 0", (whole, *[0] * (n - 1)), tuple(found["FullyShard"]))
+    due, held = ((whole // n,) * n, (whole, *[0] * (n - 1))), (tuple(found["fully_shard"]), tuple(found["FullyShard"]))
+    yield row("torch's fully_shard, minillm's FullyShard", due, held)
 
 
 @titled("Adam's first moment in the checkpoint", open_rows=1)
@@ -141,26 +147,21 @@ def scaler(found: Sequence[dict[str, Any]] | None = None, bad_rank: int = BAD_RA
 def reduction(found: dict[str, float] | None = None) -> Iterator[Row]:
     """P is rounded up to whole shards, hence the tolerance."""
     found = found or launch(stages.reduced_in, WORLD, device="cpu")[0]
-    yield row(
-        "gradients in fp32 instead of bf16: times as many bytes",
-        8 / 6,
-        found["fp32 bytes"] / found["bf16 bytes"],
-        "",
-        0.05,
-    )
+    more, errors = found["fp32 bytes"] / found["bf16 bytes"], (found["bf16 error"], found["fp32 error"])
+    yield row(f"error of the mean: gradients in bf16, in fp32 ({more:.2f} times as many bytes)", None, errors)
+    yield row("gradients in fp32 instead of bf16: times as many bytes", 8 / 6, more, "", 0.05)
     for name, size in (("bf16", 2), ("fp32", 4)):
         due = (2 + 2 + size) * PSI * (WORLD - 1) / WORLD
         sent = found[f"{name} bytes"]
         yield row(f"gradients in {name}: sent, (2 + 2 + {size})·Ψ·3/4", due, sent, "B", tolerance=0.05)
-        yield row(f"    error of the mean in {name}", None, found[f"{name} error"])
 
 
-@titled("bytes sent per rank and step", open_rows=2)
+@titled("bytes sent per rank and step")
 def hybrid(found: dict[str, int]) -> Iterator[Row]:
-    """On 2 nodes with 2 ranks: P is rounded up to whole shards, hence the tolerance."""
+    """On 2 nodes with 2 ranks. Over 4 ranks P is rounded up to whole shards, hence the tolerance."""
     p = 4 * PSI
-    yield row("hybrid: inside the node, 3·P·1/2", 3 * p / 2, found["inside"], "B", tolerance=0.1)
-    yield row("    across nodes, 2·(P/2)·1/2", p / 2, found["across"], "B", tolerance=0.1)
+    name = "hybrid: inside the node 3·P·1/2, across nodes 2·(P/2)·1/2"
+    yield row(name, (3 * p / 2, p / 2), (found["inside"], found["across"]), "B")
     yield row("stage 3 over 4 ranks: sent per rank, 3·P·3/4", 3 * p * 3 / 4, found["all"], "B", tolerance=0.1)
 
 
@@ -180,27 +181,30 @@ def slow_link(found: dict[str, Any]) -> Iterator[Row]:
             yield row(name, *shares, tolerance=0.5, noisy=True)
 
 
-@titled(f"torch on gloo, sent per rank and step, P = {4 * PSI:,} B", open_rows=1, show="FSDP2, 1 ")
+@titled(f"torch {torch.__version__} on gloo, sent per rank and step, P = {4 * PSI:,} B", open_rows=1, show="FSDP2, 1 ")
 def peers(theirs: Sequence[dict[str, Any]], one_step: float) -> Iterator[Row]:
     blocks, unit = stages.MODEL.num_layers, 4 * PSI * 3 / 4
     due = {
         "DDP + ZeroRedundancyOptimizer": "1 allreduce, 40 broadcast",  # one bucket, then a broadcast per parameter
         "FSDP2": f"{2 * blocks + 1} allgather_base, {blocks + 1} reduce_scatter_base",
     }
+    calls = {name: list_calls(theirs[0][name]["calls"]) for name in due}
     for line in torch_peers.byte_rows([{name: rank[name] for name in due} for rank in theirs]):
         many = f"{line['accumulate']} microbatch{'es' * (line['accumulate'] > 1)}"
         name = f"{line['name']}, {many}: {line['sent'] / unit:.2f} P(N-1)/N"
+        name += f", {calls[line['name']]}" if line["accumulate"] == 1 else ""
         yield row(name, line["predicted"], line["sent"], "B", tolerance=0.05, noisy=True)
     for name, expected in due.items():
-        calls = ", ".join(f"{count} {op}" for op, count in sorted(theirs[0][name]["calls"].items()))
-        yield row(f"{name}: collectives of a step", expected, calls)
+        yield row(f"{name}: collectives of a step", expected, calls[name])
     off = max(abs(peer["losses"][1] / one_step - 1) for peer in theirs[0].values())
     yield row("all have minillm's loss, to 1e-4", True, off < 1e-4)
 
 
-@titled("fp32, N = 4: who shards what", open_rows=1, show="accelerate")
+@titled("fp32, N = 4: who shards what", open_rows=1)
 def held_by_peers(ours: dict[str, int], theirs: dict[str, Any]) -> Iterator[Row]:
-    for name, memory in {"minillm FullyShard": ours, **{name: peer["memory"] for name, peer in theirs.items()}}.items():
+    held = {"minillm FullyShard": ours, **{name: peer["memory"] for name, peer in theirs.items()}}
+    held[f"accelerate {version('accelerate')}"] = held.pop("accelerate")
+    for name, memory in reversed(held.items()):  # accelerate first
         yield row(f"{name}: bytes of state per rank / Ψ", None, sum(memory.values()) / PSI)
 
 

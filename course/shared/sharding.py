@@ -1,13 +1,16 @@
-"""Lab 04's rank programs: a learner's sharded pieces at work on real ranks, and what they did.
+"""Lab 04's rank programs: a learner's sharded pieces at work on real ranks, and what they did. Here partition and stage
+1; what other labs use, too, is `by_case` and `list_calls`.
 
 Each program takes the learner's object and one list of cases, so that one launch serves several world sizes, and
-returns per case what came out, the bytes and calls in the ledger and the bytes that were held. `GatheredBuffers`
-watches gathered buffers, so that a check can tell a block that was freed from one that was kept.
+returns per case what came out, the bytes and calls in the ledger and the bytes that were held. `Storages` sees whole
+buffers without keeping them, so that a check can tell one that was freed from one that was kept.
 """
 
+import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +48,55 @@ def by_case(ranks: Sequence[Sequence[RankRecord | None]], cases: Sequence[Any]) 
 def list_calls(calls: Mapping[str, float]) -> str:
     """{"all_gather": 2} -> "2 all_gather"."""
     return ", ".join(f"{count:g} {name}" for name, count in sorted(calls.items()))
+
+
+class Storages:
+    """Storages of tensors, seen and not kept alive. most, most_bytes: how many were alive at once, and their bytes."""
+
+    def __init__(self) -> None:
+        self.seen, self.most, self.most_bytes = [], 0, 0
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if not any(known() is storage for known in self.seen):
+            self.seen.append(weakref.ref(storage))
+        alive = self.alive()
+        self.most, self.most_bytes = max(self.most, len(alive)), max(self.most_bytes, sum(alive))
+
+    def alive(self) -> list[int]:
+        """The bytes of each one that is alive and not empty."""
+        sizes = [storage.nbytes() for known in self.seen if (storage := known()) is not None]
+        return [size for size in sizes if size]
+
+    def left(self) -> list[int]:
+        """`alive`, without what only a cycle of references keeps."""
+        gc.collect()
+        return self.alive()
+
+
+@contextmanager
+def watching(group: Group, gathered: Storages, reduced: Storages) -> Iterator[None]:
+    """Inside, `gathered` sees what all-gathers return and `reduced` what is handed to collectives that reduce."""
+
+    def watched(call: Callable) -> Callable:
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if call.__name__ != "all_gather":
+                reduced.see(x)
+            result = call(x, *args, **kwargs)
+            if call.__name__ == "all_gather" and isinstance(result, Tensor):
+                gathered.see(result)
+            return result
+
+        return run
+
+    names = "all_gather", "all_reduce", "reduce_scatter", "all_to_all"
+    for name in names:
+        setattr(group, name, watched(getattr(group, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(group, name)  # the method shows through again
 
 
 # Partition.
@@ -103,6 +155,7 @@ def run_zero_one(group: Group, learner: Callable, cases: Sequence[Steps]) -> lis
             return optimizers[-1]
 
         zero, calls, changed = learner(weights, part, make), Counter(), 0
+        first = weights.clone()
         for ranks in case.gradients:
             gradient = ranks[part.rank].clone()
             with measure.ledger() as led:
@@ -125,6 +178,7 @@ def run_zero_one(group: Group, learner: Callable, cases: Sequence[Steps]) -> lis
             "optimizers": len(optimizers),
             "copies": _kept(zero, weights),
             "gradients changed": changed,
+            "first weights": int(torch.equal(first, case.weights[0])),
             "disturbed": int(apart or not torch.allclose(mirrored, -found[0], rtol=1e-4, atol=1e-5)),
         }
         return RankRecord(found, sent, calls, held)
@@ -153,143 +207,3 @@ def adam_in_one_process(weights: Tensor, gradients: Sequence[Tensor]) -> list[Te
         adam.step()
         found.append(weight.detach().clone())
     return found
-
-
-# Stage 2.
-
-
-@dataclass(frozen=True)
-class Net:
-    """A small network and one batch per rank and step, in buckets of one, of two and of four parameters."""
-
-    widths: list[int]
-    seed: int
-    world_size: int
-    dtype: torch.dtype = torch.float32
-    steps: int = 2
-
-    def model(self) -> nn.Sequential:
-        draw, layers = torch.Generator().manual_seed(self.seed), []
-        for rows, columns in zip(self.widths, self.widths[1:], strict=False):
-            layers += [nn.Linear(rows, columns), nn.Tanh()]
-        for parameter in (model := nn.Sequential(*layers)).parameters():
-            parameter.data = torch.randn(parameter.shape, generator=draw, dtype=self.dtype) / 4
-        return model
-
-    def batch(self, step: int, rank: int) -> Tensor:
-        draw = torch.Generator().manual_seed(self.seed + 97 * step + rank)
-        return torch.randn(6, self.widths[0], generator=draw, dtype=self.dtype)
-
-    def buckets(self, model: nn.Module) -> list[list[nn.Parameter]]:
-        """In the order in which backward fills them: the last layer's bias and weight apart, layer by layer, and the
-        first two layers together.
-
-        Every second one is listed backwards: which of a bucket's gradients comes last cannot be seen from its list.
-        """
-        last, *layers = [list(layer.parameters()) for layer in reversed(model) if isinstance(layer, nn.Linear)]
-        buckets = [last[1:], last[:1], *layers[:-2], layers[-2] + layers[-1]]
-        return [bucket[::-1] if place % 2 else bucket for place, bucket in enumerate(buckets)]
-
-
-def run_hooks(group: Group, learner: Callable, cases: Sequence[Net]) -> list[RankRecord | None]:
-    """shards = learner(buckets, group), then a few backward passes: the shards after each, and the gradients' peak."""
-
-    def run(case: Net, part: Group) -> RankRecord:
-        model = case.model()
-        shards, found, sent, calls, peak, kept = learner(case.buckets(model), part), [], [], Counter(), 0, 0
-        for step in range(case.steps):
-            with measure.ledger() as led, measure.memory(model) as census:
-                model(case.batch(step, part.rank)).square().mean().backward()
-            found.append([None if shard is None else shard.clone() for shard in shards])
-            sent.append(led.bytes())
-            calls += led.calls
-            peak = max(peak, census.peak.gradient)
-            kept = max(kept, sum(p.grad is not None for p in model.parameters()))
-        return RankRecord(found, sent, calls, {"gradient": peak, "kept": kept})
-
-    return on_groups(group, cases, run)
-
-
-def gradients_in_one_process(case: Net, step: int) -> list[list[Tensor]]:
-    """By rank: the flat gradient of each bucket, of that rank's batch."""
-    found = []
-    for rank in range(case.world_size):
-        model = case.model()
-        model(case.batch(step, rank)).square().mean().backward()
-        found.append([torch.cat([p.grad.flatten() for p in bucket]) for bucket in case.buckets(model)])
-    return found
-
-
-# Stage 3.
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Residual blocks of the same shape, each one flat vector of weights; one batch per rank."""
-
-    blocks: list[Tensor]
-    inputs: list[Tensor]
-
-    @property
-    def world_size(self) -> int:
-        return len(self.inputs)
-
-
-def compute(x: Tensor, weights: Tensor) -> Tensor:
-    """One block: x + tanh(x A) B, with A and B cut out of the flat `weights`. x: [batch, hidden]."""
-    into, out = weights.view(2, x.shape[1], -1)
-    return x + torch.tanh(x @ into) @ out.T
-
-
-class GatheredBuffers:
-    """Watches what `group.all_gather` returns and what computes: how many gathered buffers are alive, at most."""
-
-    def __init__(self, group: Group) -> None:
-        self.group, self.buffers, self.most, self.computed = group, [], 0, 0
-
-    def __enter__(self) -> "GatheredBuffers":
-        gather = self.group.all_gather
-
-        def all_gather(*args, **kwargs):
-            result = gather(*args, **kwargs)
-            if isinstance(result, Tensor):
-                self.watch(result)
-            return result
-
-        self.group.all_gather = all_gather
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        del self.group.all_gather  # the method shows through again
-
-    def watch(self, buffer: Tensor) -> None:
-        storage = buffer.untyped_storage()
-        if not any(known() is storage for known in self.buffers):
-            self.buffers.append(weakref.ref(storage))
-        self.count()
-
-    def count(self) -> None:
-        alive = [storage for known in self.buffers if (storage := known()) is not None and storage.nbytes()]
-        self.most = max(self.most, len(alive))
-
-    def compute(self, x: Tensor, weights: Tensor) -> Tensor:
-        self.computed += 1
-        self.watch(weights)
-        return compute(x, weights)
-
-
-def run_blocks(group: Group, learner: Any, cases: Sequence[Stack]) -> list[RankRecord | None]:
-    """learner.apply(x, shard, compute, group) for each block, then backward: gradients of the shards and the input."""
-
-    def run(case: Stack, part: Group) -> RankRecord:
-        shards = [nn.Parameter(block.chunk(part.world_size)[part.rank].clone()) for block in case.blocks]
-        x = first = case.inputs[part.rank].clone().requires_grad_()
-        with measure.ledger() as led, GatheredBuffers(part) as held:
-            for shard in shards:
-                x = learner.apply(x, shard, held.compute, part)
-            x.square().mean().backward()
-            held.count()
-        results = {"shards": [shard.grad for shard in shards], "input": first.grad, "output": x.detach()}
-        return RankRecord(results, [led.bytes()], led.calls, {"blocks": held.most, "computed": held.computed})
-
-    return on_groups(group, cases, run)
