@@ -63,7 +63,7 @@ def check_hooks(learner: Callable) -> Receipt:
                 "last gradient is there",
                 rows,
             )
-        if whole > each * max(padded):
+        if whole > each * (max(padded) + 64):  # one buffer that is reused, rounded up
             raise CheckFailed(
                 f"right values, but {whole:,} bytes of whole flat gradients are still there after backward, more than "
                 "the largest bucket: keep shards only, none that is a view of a whole bucket, and no buffer per bucket",

@@ -160,7 +160,7 @@ mistake(
     "keeps-flat-gradients",
     {
         "shards = [None] * len(buckets)": "shards, whole = [None] * len(buckets), {}",
-        "for p in bucket:": "whole[index] = flat\n            for p in bucket:",
+        "shards[index] = group": "whole[index] = flat\n            shards[index] = group",
     },
     expect="whole flat gradients are still there after backward",
 )
