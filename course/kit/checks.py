@@ -42,7 +42,7 @@ def check(name: str, candidate: Any) -> Any:
     """Verify the learner's `candidate` for exercise `name`; returns it if it passed, else the course's own version."""
     exercise = find(name)
     seed = random.SystemRandom().randrange(2**32)
-    outcome = verify(exercise, candidate, seed) if not _is_ours(exercise, candidate) else Outcome("not attempted", OURS)
+    outcome = verify(exercise, candidate, seed) if not is_ours(exercise, candidate) else Outcome("not attempted", OURS)
     progress.record(name, exercise.lab, outcome.status)
     if outcome.status == "passed":
         show_card(Card(f"{name}: passed", _place(exercise), outcome.receipt, good=True))
@@ -149,7 +149,7 @@ def _what_next(lab: str, left: list[Exercise]) -> str:
     )
 
 
-def _is_ours(exercise: Exercise, candidate: Any) -> bool:
+def is_ours(exercise: Exercise, candidate: Any) -> bool:
     """Whether the candidate is what a check returned in place of the learner's, and not something they wrote."""
     ours = exercise.reference
     if isinstance(ours, tuple) and isinstance(candidate, tuple) and len(ours) == len(candidate):

@@ -30,6 +30,7 @@ def passes_saved(draw: Random) -> Decision:
         kernels,
         "",
         f"Each of the {kernels} reads and writes an array; fused, one is read and one is written.",
+        tolerance=0.01,
     )
 
 

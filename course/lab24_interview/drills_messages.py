@@ -14,6 +14,7 @@ def all_reduce(draw: Random) -> Decision:
         value,
         "B",
         f"2P(N-1)/N = 2 · {data(size)} · {ranks - 1}/{ranks} = {data(value)}.",
+        slips={0.5: "That is one phase, the reduce-scatter; the all-gather sends as much again."},
         tolerance=0.1,
     )
 

@@ -25,7 +25,7 @@ def weights(draw: Random) -> Decision:
 
 def cache_bytes(draw: Random) -> Decision:
     model, tokens = architecture(draw.choice(MODELS)), draw.choice((1024, 4096, 32768))
-    value = tokens * model.kv_bytes()
+    value, query = tokens * model.kv_bytes(), model.num_heads / model.num_kv_heads
     return Decision(
         f"Bytes of cache of {tokens:,} tokens of {model.name} ({model.num_layers} layers, {model.num_kv_heads} kv "
         "heads of "
@@ -33,14 +33,16 @@ def cache_bytes(draw: Random) -> Decision:
         value,
         "B",
         f"{tokens:,} · 2 · {model.num_layers} · {model.num_kv_heads} · {model.head_dim} · 2 = {data(value)}.",
-        slips={model.num_heads / model.num_kv_heads: "Only kv heads are kept, not all query heads."}
-        if model.num_heads > model.num_kv_heads
-        else {},
+        slips={0.5: "Keys and values are two tensors, and each number has two bytes."}
+        | ({query: "Only kv heads are kept, not all query heads."} if query > 1 else {}),
     )
 
 
 def tokens_per_second(draw: Random) -> Decision:
-    model, name = architecture(draw.choice(MODELS[:2])), draw.choice(("a100-80", "h100", "h200", "l4"))
+    model, name = (
+        architecture(draw.choice(("llama-3-8b", "mistral-7b"))),
+        draw.choice(("a100-80", "h100", "h200", "l4")),
+    )
     device = DEVICES[name]
     value = device.bandwidth / (2 * model.parameters)
     return Decision(
@@ -62,20 +64,23 @@ def waiting(draw: Random) -> Decision:
         "",
         f"ρ/(1-ρ) = {load}/{1 - load:.2g} = {n(value, 3)}.",
         slips={1 / load: "That includes the service itself."},
-        tolerance=0.06,
+        tolerance=0.03,
     )
 
 
 def accepted(draw: Random) -> Decision:
-    alpha, k = draw.choice((0.5, 0.6, 0.7, 0.8, 0.9)), draw.choice((2, 3, 4, 6))
+    alpha, k = draw.choice((0.6, 0.7, 0.8, 0.9)), draw.choice((2, 3, 4))
     value = speculation.tokens_per_pass(alpha, k)
     return Decision(
         f"Tokens per pass of the target: acceptance {alpha}, K = {k}?",
         value,
         "",
         f"(1 - {alpha}^{k + 1})/(1 - {alpha}) = {n(value, 3)}.",
-        slips={(1 + alpha * k) / value: "What follows a rejection is lost: the sum is geometric."},
-        tolerance=0.06,
+        slips={
+            (1 + alpha * k) / value: "What follows a rejection is lost: the sum is geometric.",
+            1 - alpha**k / value: "The target adds a token of its own: the sum has K + 1 terms.",
+        },
+        tolerance=0.03,
     )
 
 
@@ -97,14 +102,20 @@ def adapter(draw: Random) -> Decision:
 
 def sequences(draw: Random) -> Decision:
     model, gigabytes, tokens = architecture("llama-3-8b"), draw.choice((24, 40, 80, 141)), draw.choice((2048, 8192))
-    value = int((0.9 * gigabytes * 1e9 - 2 * model.parameters) // (tokens * model.kv_bytes()))
+    held, each = 2 * model.parameters, tokens * model.kv_bytes()
+    value = int((0.9 * gigabytes * 1e9 - held) // each)
     return Decision(
         f"Sequences of {tokens:,} tokens beside Llama 3 8B in 16 bits on {gigabytes} GB, 90 % of it usable?",
         value,
         "",
-        f"(0.9 · {gigabytes} GB - {data(2 * model.parameters)}) / {data(tokens * model.kv_bytes())} = {value}.",
-        slips={0.25: "8 kv heads, not 32."},
-        tolerance=0.2,
+        f"(0.9 · {gigabytes} GB - {data(held)}) / {data(each)} = {value}.",
+        slips={
+            (0.9 * gigabytes * 1e9 - held) // (4 * each) / value: "8 kv heads, not 32.",
+            0.9 * gigabytes * 1e9 // each / value: "The weights take their part first.",
+            (gigabytes * 1e9 - held) // each / value: "90 % of the memory is usable, not all of it.",
+        },
+        tolerance=0.08,
+        above="So many do not fit.",
     )
 
 
@@ -148,13 +159,16 @@ def nodes(draw: Random) -> Decision:
     rate, tokens = draw.choice((50, 200, 500)), draw.choice((200, 300, 800))
     node, load = draw.choice((2500, 4000, 10000)), draw.choice((0.6, 0.7, 0.8))
     value = math.ceil(rate * tokens / (node * load))
+    full = math.ceil(rate * tokens / node)
     return Decision(
         f"Nodes for {rate} requests per second of {tokens} tokens, {node:,} tokens/s each, planned at {load:.0%} load?",
         value,
         "",
         f"{rate * tokens:,} / ({node:,} · {load}) = {n(rate * tokens / (node * load), 3)}, so {value}.",
-        slips={load: "That is at full load, where queues explode."},
-        tolerance=0.08,
+        slips={full / value: "That is at full load, where queues explode."} if full < value else {},
+        tolerance=0.001,
+        below="So few run above the planned load: round up.",
+        above="Fewer nodes stay below the planned load.",
     )
 
 
@@ -177,8 +191,9 @@ def blocks(draw: Random) -> Decision:
         value,
         "",
         f"{count} · ceil({tokens:,}/{size}) = {value:,}.",
-        slips={size: "Those are token slots; a block holds several."},
-        tolerance=0.05,
+        slips={count * tokens / value: "Those are token slots; a block holds several."},
+        tolerance=0.005,
+        below="The last block of every sequence counts whole.",
     )
 
 
@@ -190,20 +205,24 @@ def shared_blocks(draw: Random) -> Decision:
         value,
         "",
         f"Full blocks only, {tokens:,} // {size} = {tokens // size}, each kept once and not {count} times: {value:,}.",
-        tolerance=0.05,
+        tolerance=0.005,
+        above="Only full blocks can be shared, and one copy of each stays.",
     )
 
 
 def tail(draw: Random) -> Decision:
-    load = draw.choice((0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95))
+    load = draw.choice((0.5, 0.6, 0.7, 0.75, 0.8))
     value = queueing.wait_quantile(load, 1.0, 0.99)
     return Decision(
         f"99th percentile of the wait at {load:.0%} load in a random queue, in service times?",
         value,
         "",
         f"ln({load}/0.01)/(1-{load}) = {n(value, 3)}.",
-        slips={load / (1 - load) / value: "That is the mean; the tail is several times it."},
-        tolerance=0.12,
+        slips={
+            load / (1 - load) / value: "That is the mean; the tail is several times it.",
+            math.log(100) / (1 - load) / value: "That is the time in the system, with the service itself.",
+        },
+        tolerance=0.04,
     )
 
 
@@ -252,7 +271,8 @@ def quantized(draw: Random) -> Decision:
         value,
         "B",
         f"{billions}e9 · {bits} / 8 = {data(value)}.",
-        tolerance=0.08,
+        slips={int(bits) / bits: "Those are the bits without the scales."},
+        tolerance=0.02,
     )
 
 
@@ -276,6 +296,7 @@ def layer_cache(draw: Random) -> Decision:
         value,
         "B",
         f"2 · {tokens:,} · {heads} · 128 · 2 = {data(value)}.",
+        slips={0.5: "A layer keeps keys and values, at two bytes a number."},
         tolerance=0.1,
     )
 

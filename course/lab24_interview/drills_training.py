@@ -44,16 +44,17 @@ def train_days(draw: Random) -> Decision:
 
 
 def bubble(draw: Random) -> Decision:
-    stages, count, chunks = draw.choice((4, 8, 16)), draw.choice((8, 16, 32, 64)), draw.choice((1, 1, 2, 4))
+    stages, chunks = draw.choice((4, 8, 16)), draw.choice((1, 1, 2, 4))
+    count = stages * draw.choice((1, 2, 4))  # a multiple: otherwise ranks also wait between their chunks
     value = pipeline.idle_share(stages, count, chunks)
-    inner = f" and {chunks} chunks per stage" if chunks > 1 else ""
+    inner = f" and {chunks} chunks per rank" if chunks > 1 else ""
     return Decision(
         f"Share of a step that is bubble: {stages} stages, {count} microbatches{inner}?",
         value,
         "",
         f"(n-1)/(vM+n-1) = {stages - 1}/({chunks * count}+{stages - 1}) = {n(value, 3)}.",
         slips={(stages - 1) / (chunks * count) / value: "That is bubble over useful time, not over the step."},
-        tolerance=0.06,
+        tolerance=0.03,
     )
 
 
@@ -178,7 +179,9 @@ def enough_microbatches(draw: Random) -> Decision:
         value,
         "",
         f"(n-1)/(M+n-1) <= {percent / 100}: M >= (n-1)(1/{percent / 100} - 1) = {value}.",
-        tolerance=0.06,
+        tolerance=0.003,
+        below="With so few the bubble is larger.",
+        above="Fewer are enough.",
     )
 
 
@@ -221,7 +224,7 @@ def enough_tokens(draw: Random) -> Decision:
 
 def id_bytes(draw: Random) -> Decision:
     trillions, words = draw.choice((0.5, 1, 2, 15)), draw.choice((32000, 50257, 128256, 200000))
-    each = 2 if words < 65536 else 4
+    each = 2 if words <= 65536 else 4
     return Decision(
         f"Bytes of {trillions} trillion token ids of a vocabulary of {words:,}, in the smallest whole number type?",
         trillions * 1e12 * each,

@@ -15,29 +15,30 @@ import time
 from typing import Any
 
 from course.kit import exercises
-from course.kit.checks import verify
+from course.kit.checks import OURS, is_ours, verify
 from course.lab24_interview import bugs, claims, deck, designs, drills, mock, readings, results, session, spacing, tasks
 from course.lab24_interview.wording import WIDTH, for_terminal
 from course.shared.decisions import judge
 
 
 class Interview:
-    """Goes on with the latest open session (of that topic, seed and round), or draws one."""
+    """Goes on with the latest open session of this topic, seed, round and level where they are given, or draws one."""
 
     def __init__(
         self,
         minutes: int = 45,
         topic: str = "",
         seed: int | None = None,
-        round: str = "mixed",
+        round: str = "",
         level: str = "",
         *,
         new: bool = False,
         trial: bool = False,
     ):
-        open_one = None if new or trial else session.resume(topic, seed)
-        self.session = open_one or session.start(topic, minutes, seed, round, level, kept=not trial)
+        open_one = None if new or trial else session.resume(topic, seed, round, level)
+        self.session = open_one or session.start(topic, minutes, seed, round or "mixed", level, kept=not trial)
         self._since = time.monotonic()
+        self._shown = False  # whether `answer` has shown what is to be graded
 
     def ask(self) -> None:
         """Show what is open now."""
@@ -72,6 +73,7 @@ class Interview:
         if kind in ("card", "design"):
             shown = deck.card(name) if kind == "card" else designs.design(name).answer
             _say(f"{shown}\nGrade yourself with interview.grade(n): {mock.GRADE_HELP}.")
+            self._shown = True
         elif kind == "claim":
             its, voted = claims.claim(name), claims.vote(str(reply))
             if voted is None:
@@ -95,10 +97,12 @@ class Interview:
                 self._done(mock.together([verdict.kind for verdict in verdicts]))
 
     def grade(self, how_well: int) -> None:
-        """1 to 4, for a card or a design. ValueError for anything else."""
+        """1 to 4, for a card or a design whose answer was shown. ValueError for anything else."""
         kind, name = self._open("card", "design")
         if str(how_well) not in mock.GRADES:
             raise ValueError(f"{how_well!r} is no grade: {mock.GRADE_HELP}.")
+        if not self._shown:
+            raise ValueError("compare with the answer first: interview.answer() shows it.")
         if not self.session.kept:
             _say("A trial: this grade is not kept.")
         elif kind == "card":
@@ -108,7 +112,11 @@ class Interview:
     def run(self, candidate: Any) -> None:
         """A task's function through the hidden check; it counts once it passes."""
         kind, name = self._open("task", "bug")
-        outcome = verify(exercises.find(name.partition("/")[0]), candidate)
+        exercise = exercises.find(name.partition("/")[0])
+        if is_ours(exercise, candidate):
+            _say(OURS)
+            return
+        outcome = verify(exercise, candidate)
         _say("passed" if outcome.status == "passed" else f"Not yet: {outcome.message}")
         if outcome.status == "passed":
             if kind == "bug":
@@ -136,7 +144,7 @@ class Interview:
     def _done(self, outcome: str) -> None:
         now = time.monotonic()
         self.session.used_s += now - self._since
-        self._since = now
+        self._since, self._shown = now, False
         kind, name = self.session.open[0]
         self.session.done.append([kind, name, outcome])
         if self.session.kept:

@@ -54,7 +54,8 @@ def read_trace(draw: Random) -> Reading:
     from minillm.measure.timeline import trace
 
     ranks = 3
-    slow = draw.randrange(1, ranks)
+    slow = draw.randrange(ranks)
+    other = 0 if slow else 1
     forward, backward, extra, transfer = (draw.choice(of) for of in ((20, 25), (40, 50), (8, 12, 15), (4, 5, 6)))
     size = draw.choice((8, 16, 32)) * 10**6
     done = forward + backward + extra + transfer  # the last bucket, on all ranks
@@ -85,7 +86,7 @@ def read_trace(draw: Random) -> Reading:
         above="That rank waits for another one.",
     )
     exposed = Decision(
-        "How many milliseconds of communication are exposed on rank 0?",
+        f"How many milliseconds of communication are exposed on rank {other}?",
         waited,
         "ms",
         f"waited_ms of both buckets: 0 + {waited}. The first all_reduce ran beside backward.",
@@ -111,7 +112,7 @@ def read_hang(draw: Random) -> Reading:
     """Tensor-parallel pairs and data-parallel groups across them. One rank is outside: its partner waits for it in the
     pair, everybody else in a group of gradients, where some wait for that partner."""
     replicas = draw.choice((3, 4))
-    lost = draw.randrange(1, 2 * replicas)
+    lost = draw.randrange(2 * replicas)
     partner, ranks = lost ^ 1, range(2 * replicas)
     report = _hang_table(lost, partner, replicas, draw.choice((31.2, 44.8, 62.5)))
     direct = replicas  # the partner, and all other ranks of the lost one's data-parallel group
@@ -171,7 +172,7 @@ def read_transport(draw: Random) -> Reading:
         above="That line is a consequence: something above it decided so.",
     )
     node = Decision(
-        "How many GPUs has a node here?",
+        "How many GPUs does a node have here?",
         each,
         "",
         f"Rank {each} is device [0] of the next node: {each} ranks lie before it.",
@@ -189,7 +190,7 @@ def read_transport(draw: Random) -> Reading:
 def read_calls(draw: Random) -> Reading:
     """One rank has another operation, or another count, under the same opCount."""
     ranks, number, count = 4, draw.randrange(16, 200), draw.choice((1, 4, 16)) * 2**20
-    odd, kind, width = draw.randrange(1, ranks), *draw.choice(((7, 4), (9, 2)))
+    odd, kind, width = draw.randrange(ranks), *draw.choice(((7, 4), (9, 2)))
     other_operation = draw.random() < 0.5
     lines = []
     for rank in range(ranks):

@@ -23,7 +23,8 @@ class Decision:
     """question: what is asked, with its unit. value: computed, never typed. because: how, with the numbers in it.
 
     also: other right answers to the question as it is printed, by another convention; each is named in `because`.
-    A value that is an int counts whole things; one with almost no tolerance is a level, such as a ZeRO stage.
+    A value that is an int counts whole things; one with almost no tolerance is a level, such as a ZeRO stage, or a
+    rank, which may be 0.
     tolerance: relative. slips: factors (guess / value) that a known mistake gives, with the sentence that says so.
     gpus: how many share the quantity, if confusing one with all is possible. below, above: the likely reason for a
     guess that is too small, too large.
@@ -55,20 +56,20 @@ def judge(decision: Decision, guess: object) -> Verdict:
         number = in_unit(guess, decision.unit)
     except ValueError as error:
         return Verdict("no number", str(error))
-    if not math.isfinite(number) or number <= 0:
+    may_be_0 = _is_level(decision) and isinstance(decision.value, int)
+    if not math.isfinite(number) or number < 0 or (number == 0 and not may_be_0):
         return Verdict("no number", f"{number} cannot be the answer: it is a number above 0.")
+    if may_be_0 and 0 in (number, decision.value):  # no ratio says how far off it is
+        return Verdict("right", "Right.") if number == decision.value else _far(decision, number)
     ratio = number / decision.value
     closest = min((decision.value, *decision.also), key=lambda value: abs(number / value - 1))
     if abs(number / closest - 1) <= decision.tolerance:
         return Verdict("right", _right(decision, number, closest))
-    for factor, sentence in [*decision.slips.items(), *_usual_slips(decision).items()]:
+    for slips in (decision.slips, _usual_slips(decision)):
+        factor = min(slips, key=lambda factor: abs(ratio / factor - 1), default=math.inf)
         if abs(ratio / factor - 1) <= NEAR:
-            return Verdict("slip", sentence)
-    factor = f"{float(f'{max(ratio, 1 / ratio):.3g}'):,.12g} times "
-    way = f"{'' if _is_level(decision) else factor}too {'large' if ratio > 1 else 'small'}"
-    return Verdict(
-        "far", f"Your number is {way}{_range(decision)}. {decision.above if ratio > 1 else decision.below}".strip()
-    )
+            return Verdict("slip", slips[factor])
+    return _far(decision, number)
 
 
 def decide(decision: Decision, guess: object) -> Card:
@@ -151,6 +152,16 @@ def shown(value: float, unit: str = "") -> str:
         return format_value(value, unit)
     power = min(4, int(math.log10(max(value, 1)) // 3))
     return f"{value / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def _far(decision: Decision, number: float) -> Verdict:
+    """Which way it is off, how far unless only the value itself is right, and the reason for the bound it crosses."""
+    large = number > decision.value
+    ratio = 0.0 if _is_level(decision) else max(number / decision.value, decision.value / number)
+    way = f"{float(f'{ratio:.3g}'):,.12g} times " if ratio else ""
+    reason = decision.above if large else decision.below
+    said = f"Your number is {way}too {'large' if large else 'small'}{_range(decision)}. {reason}"
+    return Verdict("far", said.strip())
 
 
 def _range(decision: Decision) -> str:

@@ -43,7 +43,7 @@ _LONG = {
     r"per ?cent\b": lambda _: "%",
     r"\bGPU hours\b": lambda _: "GPU-hours",
     r"\b(byte)s?/s": lambda _: "B/s",
-    r"\btokens?/s": lambda _: "tokens/s",
+    r"\b(?:tokens?|tok|t)/s\b|\btps\b": lambda _: "tokens/s",
 }
 _SHORT = {"byte": "B", "bit": "bit"}
 
@@ -54,7 +54,7 @@ def _bare(guess: str) -> str:
     text = re.sub(rf"(?:\s+{_BEHIND})+$", "", text, flags=re.IGNORECASE)
     for long, short in _LONG.items():
         text = re.sub(long, short, text, flags=re.IGNORECASE)
-    return text
+    return f"{text.replace('$', '').strip()} dollars" if "$" in text else text
 
 
 _COUNTS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -90,7 +90,8 @@ _NAMES = {
     "sec": "s", "secs": "s", "second": "s", "seconds": "s", "millisecond": "ms", "milliseconds": "ms",
     "minute": "min", "minutes": "min", "mins": "min", "hour": "h", "hours": "h", "d": "days", "day": "days",
     "week": "weeks",
-    "byte": "B", "bytes": "B", "flops": "FLOP", "flop": "FLOP", "percent": "%", "token": "tokens", "tok/s": "tokens/s",
+    "byte": "B", "bytes": "B", "flops": "FLOP", "flop": "FLOP", "percent": "%", "token": "tokens",
+    "hr": "h", "hrs": "h", "usd": "dollars",
     "µs": "us", "μs": "us", "microsecond": "us", "microseconds": "us", "bit": "bits",
 }  # fmt: skip
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
@@ -124,7 +125,8 @@ def _times(said: str, unit: str, guess: str) -> float:
 
 _COUNTED = {
     "times", "x", "parameters", "params", "tokens", "sequences", "stages", "ranks", "gpus", "GPUs", "service times",
-    "rounds", "nodes", "blocks", "microbatches", "experts", "requests", "FLOP/B", "FLOPs per byte",
+    "rounds", "nodes", "blocks", "microbatches", "experts", "requests", "FLOP/B", "FLOP/byte",
+    "FLOPs/byte", "FLOPs per byte", "steps",
 }  # fmt: skip
 
 

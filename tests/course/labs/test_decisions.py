@@ -95,7 +95,9 @@ SAID = [  # as somebody says it, the unit asked for, what it is
     ("1,076", "s", 1076), ("12k tokens/s", "tokens/s", 12e3), ("3 GWh", "MWh", 3000), ("5 TFLOP", "FLOP", 5e12),
     ("1.2 million GPU-hours", "GPU-hours", 1.2e6), ("20k", "tokens", 20e3), (12, "s", 12), ("1e9", "B", 1e9),
     ("220 µs", "s", 220e-6), ("220 us", "s", 220e-6), ("46 rounds", "", 46), ("8.5 bit", "bits", 8.5),
-    ("206 FLOP/B", "", 206),
+    ("206 FLOP/B", "", 206), ("295 FLOPs/byte", "", 295), ("126 steps", "", 126), ("85.5 hrs", "h", 85.5),
+    ("$207,360", "dollars", 207360), ("about $0.21M", "dollars", 210e3), ("0.21M USD", "dollars", 210e3),
+    ("127 t/s", "tokens/s", 127), ("127 tps", "tokens/s", 127),
 ]  # fmt: skip
 
 
@@ -115,6 +117,7 @@ def test_numbers_are_taken_with_their_unit(said, unit, number):
         ("5 s", "B"),
         ("1.2.3", "B"),
         ("5 GB/s", "B"),
+        ("$5", "B"),
     ],
 )
 def test_another_unit_is_refused_and_never_guessed(said, unit):

@@ -157,18 +157,25 @@ def test_the_same_session_in_a_notebook(capsys):
         interview.answer("3")
     interview.ask()
     interview.run(lambda *_: None)
-    interview.run(exercises.find(interview.session.items[0][1]).reference)
+    reference = exercises.find(interview.session.items[0][1]).reference
+    interview.run(reference)
+    out = capsys.readouterr().out
+    assert "Not yet" in out and "course's own version" in out and not interview.session.done
+    interview.run(lambda *given: reference(*given))
     interview.answer("nonsense")
     assert len(interview.session.done) == 1
     interview.skip()
+    with pytest.raises(ValueError, match="compare with the answer first"):
+        interview.grade(4)
     interview.answer()
     with pytest.raises(ValueError, match="no grade"):
         interview.grade(7)
     interview.grade(4)
     out = capsys.readouterr().out
-    assert "Not yet" in out and "passed" in out and "is no number" in out and "comes back" in out
+    assert "passed" in out and "is no number" in out and "comes back" in out
     again = in_notebook.Interview()
     assert len(again.session.done) == 3 and again.session.items == interview.session.items
+    assert in_notebook.Interview(round="debugging", level="staff").session.about.startswith("debugging round, staff")
     again.session.done = [[*item, "3"] for item in again.session.items]
     again.ask()
     assert "Done in" in capsys.readouterr().out
