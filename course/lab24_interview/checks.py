@@ -1,13 +1,15 @@
 """Lab 24's own whiteboard tasks; the others belong to the labs that teach them."""
 
+import itertools
 import random
+from collections import Counter
 from typing import Any
 
 import torch
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Row, row
-from course.shared.diagnose import expect_like, expect_list
+from course.shared.diagnose import expect, expect_like, expect_list
 
 
 @exercise(
@@ -21,18 +23,14 @@ from course.shared.diagnose import expect_like, expect_list
 )
 def check_token_bucket(learner: Any) -> list[Row]:
     rows = []
-    for count in (60, random.randint(20, 50), 60, 1):
-        rate, capacity = random.randint(2, 20), random.randint(20, 80)
-        times, now = [], 0.0
-        for _ in range(count):
-            now += random.choice((0.0, 0.25, 0.5, 4.0))
-            times.append(now)
-        costs = [random.randint(1, capacity + 5) if random.random() < 0.3 else random.randint(1, 12) for _ in times]
-        costs[0] = capacity  # which just fits, and leaves nothing for a second request at the same time
-        if count == 60:
-            times[1], costs[1] = times[0], 1
-        elif count > 1:
-            times[1:] = [time + 0.25 for time in times[1:]]
+    drawn = random.randint(20, 50)
+    for rate, count in ((2, 60), (random.choice((4, 8, 16)), drawn), (random.choice((2, 4, 8)), 60), (4, 1)):
+        capacity = random.randint(20, 80)  # with such a rate cost / rate is exact, too
+        costs = [random.randint(1, capacity + 5) if random.random() < 0.3 else random.randint(1, 12) for _ in range(60)]
+        waits = [random.choice((0.0, 0.25, 0.5, 4.0)) for _ in costs]
+        # All of it, one more at once, half a token twice; then a full bucket, for too much and for all of it.
+        costs[:6], waits[1:6] = (capacity, 1, 1, 1, capacity + 1, capacity), (0.0, 0.25, 0.25, 60.0, 0.0)
+        costs, times = costs[:count], list(itertools.accumulate(waits[:count]))
         expected, spent = [], []  # what was admitted, as (time, cost): the level is rebuilt from it each time
         for time, cost in zip(times, costs, strict=True):
             level, last = float(capacity), times[0]
@@ -42,7 +40,9 @@ def check_token_bucket(learner: Any) -> list[Row]:
             spent += [(time, cost)] if expected[-1] else []
         answered = learner(list(zip(times, costs, strict=True)), rate, capacity)
         asked = f"a list of {len(times)} answers, True or False"
-        admitted = list(map(bool, expect_list(answered, asked, count=len(times))))
+        answers = expect_list(answered, asked, count=len(times))
+        expect(all(each in (0, 1) for each in answers), answered, asked)
+        admitted = list(map(bool, answers))
         off = next((i for i, (a, b) in enumerate(zip(admitted, expected, strict=True)) if a != b), None)
         if off is not None:
             which = f"request {off} (at {times[off]:g} s, cost {costs[off]})"
@@ -65,18 +65,17 @@ def check_token_bucket(learner: Any) -> list[Row]:
 )
 def check_merge(learner: Any) -> list[Row]:
     rows = []
-    for scale in (1.0, 60.0, 400.0):
-        heads, queries, d = random.randint(1, 4), random.randint(1, 6), random.choice((2, 8))
-        q, k, v = (
-            torch.randn(heads, n, d, dtype=torch.float64) * (scale if n != queries else 1.0) for n in (queries, 9, 9)
-        )
-        v = v / scale
-        cut = random.randint(1, 8)
+    for scale, queries in ((1.0, 1), (60.0, random.randint(2, 6)), (400.0, random.randint(2, 6))):
+        heads, d, cut = random.randint(1, 4), random.choice((2, 8)), random.randint(1, 8)
+        q, k, v = (torch.randn(heads, n, d, dtype=torch.float64) for n in (queries, 9, 9))
+        scores = scale * q @ k.mT
+        if queries > 1:  # of one head: a query whose second part counts for nothing, one whose first does
+            scores[:, 0, :cut] += 2000
+            scores[:, 1, :cut] -= 2000
         parts = []
         for part in (slice(None, cut), slice(cut, None)):
-            scores = q @ k[:, part].mT
-            parts.append((torch.softmax(scores, -1) @ v[:, part], torch.logsumexp(scores, -1)))
-        scores = q @ k.mT
+            its = scores[..., part]
+            parts.append((torch.softmax(its, -1) @ v[:, part], torch.logsumexp(its, -1)))
         whole, lse = torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
         merged = expect_list(learner(*parts[0], *parts[1]), "two tensors, (output, lse)", count=2)
         largest = f"scores up to {scores.abs().max():.0f}"
@@ -101,12 +100,16 @@ def check_merge(learner: Any) -> list[Row]:
 )
 def check_dispatch(learner: Any) -> list[Row]:
     rows = []
-    for ranks, each, tokens, k in ((2, 2, 5, 1), (4, 2, random.randint(8, 60), 2), (3, 4, 1, 3), (4, 1, 0, 2)):
-        chosen = [random.sample(range(ranks * each), k) if k <= ranks * each else [] for _ in range(tokens)]
-        experts = torch.tensor(chosen, dtype=torch.int64).reshape(tokens, k)
+    small = (2, 2, 5, 1), (4, 2, random.randint(8, 60), 2), (3, 4, 1, 3), (4, 1, 0, 2)
+    for ranks, each, tokens, k in (
+        *small,
+        (30, 10, 1000, 8),
+    ):  # the last: too many for 8 bits, or for expert · 1000 + place
+        experts = torch.rand(tokens, ranks * each).argsort(1)[:, :k]  # part of a table, so not contiguous
         pairs = sorted((expert, place) for place, expert in enumerate(experts.reshape(-1).tolist()))
         expected = [place for _, place in pairs]
-        counts = [sum(expert // each == rank for expert, _ in pairs) for rank in range(ranks)]
+        per_rank = Counter(expert // each for expert, _ in pairs)
+        counts = [per_rank[rank] for rank in range(ranks)]
         answered = expect_list(learner(experts, ranks, each), "a pair, (order, counts)", count=2)
         name = f"{tokens} tokens, top {k} of {ranks * each} experts on {ranks} ranks"
         order = torch.as_tensor(answered[0]).tolist()
@@ -114,6 +117,9 @@ def check_dispatch(learner: Any) -> list[Row]:
         if sent != counts:
             raise CheckFailed(f"{name}: you send {sent} rows to the ranks; it must be {counts}.", rows, evidence=sent)
         if order != expected:
-            raise CheckFailed(f"{name}: your order is {order}, it must be {expected}.", rows, evidence=order)
+            place = next((i for i, (a, b) in enumerate(zip(order, expected, strict=False)) if a != b), 0)
+            yours, right = (each[place : place + 8] for each in (order, expected))
+            said = f"{name}: from place {place} on your order is {yours}, it must be {right}."
+            raise CheckFailed(said, rows, evidence=order)
         rows.append(row(f"{name}: rows sent", sum(counts), sum(sent)))
     return rows

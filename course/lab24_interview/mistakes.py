@@ -27,6 +27,24 @@ mistake(
     },
     says="Time passes for a refused request too: its refill is kept.",
 )
+mistake(
+    "token-bucket",
+    "whole tokens",
+    {"(time - last) * rate": "int((time - last) * rate)"},
+    says="A refill may be part of a token: two halves make one.",
+)
+mistake(
+    "token-bucket",
+    "a cost cut to the capacity",
+    {"level, last = min(": "cost = min(cost, capacity)\n        level, last = min("},
+    says="A request that costs more than the bucket holds is never admitted.",
+)
+mistake(
+    "token-bucket",
+    "the costs",
+    {"append(cost <=": "append(cost * (cost <=", "<= level)": "<= level))"},
+    expect="True or False",
+)
 mistake("token-bucket", "a count", {"return admitted": "return sum(admitted)"}, expect="exercise asks for a list")
 
 
@@ -37,6 +55,16 @@ def by_debt(requests, rate, capacity):
         debt, last = max(0.0, debt - (time - last) * rate), time
         admitted.append(debt + cost <= capacity)
         debt += cost if admitted[-1] else 0
+    return admitted
+
+
+@alternative("token-bucket", "by the time at which the bucket is full again")
+def by_arrival(requests, rate, capacity):
+    full, admitted = requests[0][0], []
+    for time, cost in requests:
+        after = max(full, time) + cost / rate
+        admitted.append(after - time <= capacity / rate)
+        full = after if admitted[-1] else full
     return admitted
 
 
@@ -55,6 +83,23 @@ mistake(
         "(lse_b - lse).exp()": "(lse_b.exp() / lse.exp())",
     },
     says="exp of a large score is infinite: subtract the larger logarithm first.",
+)
+mistake(
+    "merge-softmax",
+    "the first one subtracted",
+    {"torch.logaddexp(lse_a, lse_b)": "lse_a + (lse_b - lse_a).exp().log1p()"},
+    says="Subtract the larger logarithm: which part has it differs from query to query.",
+)
+mistake(
+    "merge-softmax",
+    "one maximum for a head",
+    {
+        "lse = torch.logaddexp(lse_a, lse_b)": (
+            "most = torch.maximum(lse_a, lse_b).amax(-1, keepdim=True)\n"
+            "    lse = most + ((lse_a - most).exp() + (lse_b - most).exp()).log()"
+        )
+    },
+    says="The maximum is one of each query: far below another query's, both exponentials are 0.",
 )
 mistake(
     "merge-softmax",
@@ -106,6 +151,18 @@ mistake(
     "inverse order",
     {"argsort(stable=True)": "argsort(stable=True).argsort()"},
     says="That is where each copy goes; the exercise asks for which copy stands where.",
+)
+mistake(
+    "dispatch-order",
+    "keys that run into each other",
+    {"flat.argsort(stable=True)": "(flat * 1000 + torch.arange(len(flat))).argsort()"},
+    says="Keys of expert and place mix the experts as soon as there are more pairs than the factor: sort stably.",
+)
+mistake(
+    "dispatch-order",
+    "experts in 8 bits",
+    {"flat.argsort": "flat.to(torch.uint8).argsort"},
+    says="8 bits number 256 experts; a model may have more.",
 )
 mistake("dispatch-order", "a tensor of counts", {"counts.tolist()": "counts"}, expect="counts as a list of numbers")
 

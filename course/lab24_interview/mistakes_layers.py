@@ -56,6 +56,24 @@ mistake(
 )
 mistake(
     "rms-norm",
+    "float16 is not widened",
+    {"x.float(), dy.float()": "[each.float() if x.dtype == torch.bfloat16 else each for each in (x, dy)]"},
+    says="float16 needs 32 bits, too: it ends at 65,504, and the square of 300 is more.",
+)
+mistake(
+    "rms-norm",
+    "dweight in the dtype of x",
+    {"dweight.to(weight.dtype)": "dweight.to(x.dtype)"},
+    says="dweight belongs to the weight, whose dtype need not be that of x.",
+)
+mistake(
+    "rms-norm",
+    "dweight from y",
+    {"dweight = (upper * normed)": "dweight = (upper * (normed * weight.float()) / weight.float())"},
+    says="y / weight is the normalised token only where the weight is not 0: keep the token itself.",
+)
+mistake(
+    "rms-norm",
     "results in 32 bits",
     {"(normed * weight.float()).to(x.dtype), dx.to(x.dtype)": "normed * weight.float(), dx"},
     says="y and dx go back to the dtype of x: what follows in the model has 16 bits.",
@@ -158,15 +176,42 @@ mistake(
             "positions.to(x.dtype)[:, None, None] * frequencies.to(x.dtype)"
         )
     },
-    says="With 16-bit x the angles had 16 bits, in which position 4,001 is not even a number: compute them in 32.",
+    says="With 16-bit x the angles had 16 bits, too few even for position 301: compute them in 32.",
 )
 mistake(
     "rotary",
     "in place",
     {
-        "together = torch.stack": "if x.dtype == torch.float32:\n        wide.zero_()\n    together = torch.stack",
+        "together = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)": (
+            "a.copy_(turned[0]), b.copy_(turned[1])\n    together = wide"
+        )
     },
-    says="x belongs to the caller, who still needs it: work on a copy.",
+    says="For 32-bit x, x.float() is x itself, which belongs to the caller: write into a copy.",
+)
+mistake(
+    "rotary",
+    "cosines in the dtype of x",
+    {"angles.cos(), angles.sin()": "angles.cos().to(x.dtype), angles.sin().to(x.dtype)"},
+    says="Cosines and sines were rounded to 16 bits before the products: round once, at the end.",
+)
+mistake(
+    "rotary",
+    "a table of 4,096 positions",
+    {
+        "positions.float()[:, None, None] * frequencies": (
+            "(torch.arange(4096).float()[:, None] * frequencies)[positions][:, None]"
+        )
+    },
+    expect="out of bounds",
+)
+mistake(
+    "rotary",
+    "frequencies kept by head_dim",
+    {
+        "frequencies = base": "frequencies = vars(rotate).setdefault(str(x.shape[-1]), base",
+        "* 2 / x.shape[-1])": "* 2 / x.shape[-1]))",
+    },
+    says="What is kept from call to call must be kept by base, too: two models of one head_dim may differ in it.",
 )
 mistake(
     "rotary",

@@ -63,10 +63,55 @@ mistake(
 )
 mistake(
     "adamw",
+    "a reshaped copy",
+    {
+        "param.mul_(1 - lr * weight_decay)\n    param.sub_(lr * m / (v.sqrt() + eps))": (
+            "flat = param.reshape(-1)\n    flat.mul_(1 - lr * weight_decay)\n"
+            "    flat.sub_((lr * m / (v.sqrt() + eps)).reshape(-1))"
+        )
+    },
+    says="reshape copies a tensor that is not contiguous, and the copy was changed: param stays as it is.",
+)
+mistake(
+    "adamw",
+    "param.data is replaced",
+    {
+        "param.mul_(1 - lr * weight_decay)\n    param.sub_(lr * m / (v.sqrt() + eps))": (
+            "param.data = param * (1 - lr * weight_decay) - lr * m / (v.sqrt() + eps)"
+        )
+    },
+    says="Setting param.data gives param other memory: a flat buffer that it was a part of stays as it is.",
+)
+mistake(
+    "adamw",
+    "the state beside the tensor",
+    {"if not state:": "state = vars(param).setdefault('kept', {})\n    if not state:"},
+    says="What a step remembers is not in `state`, so a checkpoint of it loses the means and the step number.",
+)
+mistake(
+    "adamw",
     "the caller's gradient is squared",
     {"addcmul_(grad, grad, value=1 - beta2)": "add_(grad.square_(), alpha=1 - beta2)"},
     says="grad belongs to the caller, who may clip or log it: square a copy.",
 )
+
+
+@mistake("adamw", "torch's own", expect="without torch.optim")
+def by_library(param, grad, state, lr, betas, eps, weight_decay):
+    optimizer = state.setdefault("its", torch.optim.AdamW([param], lr, betas, eps, weight_decay))
+    optimizer.param_groups[0]["lr"], param.grad = lr, grad
+    optimizer.step()
+
+
+@alternative("adamw", "a step counter of 32 bits, as torch keeps it")
+def with_counter(param, grad, state, lr, betas, eps, weight_decay):
+    step = state.setdefault("step", torch.tensor(0.0)).add_(1)
+    m, v = (state.setdefault(name, torch.zeros_like(param)) for name in ("exp_avg", "exp_avg_sq"))
+    m.lerp_(grad, 1 - betas[0])
+    v.lerp_(grad * grad, 1 - betas[1])
+    param.mul_(1 - lr * weight_decay).addcdiv_(
+        m / (1 - betas[0] ** step), (v / (1 - betas[1] ** step)).sqrt() + eps, value=-lr
+    )
 
 
 @alternative("adamw", "corrections folded into the step size")
@@ -140,6 +185,18 @@ mistake(
     "not scaled",
     {"x = x / x.norm()": "x = x.clone()"},
     says="Singular values above 1 diverge: divide by the Frobenius norm first.",
+)
+mistake(
+    "newton-schulz",
+    "scaled down only",
+    {"x / x.norm()": "x / x.norm().clamp(min=1)"},
+    says="A matrix smaller than 1 is scaled, too: gradients are small.",
+)
+mistake(
+    "newton-schulz",
+    "a large number beside the norm",
+    {"x / x.norm()": "x / (x.norm() + 1e-3)"},
+    says="What is added against a norm of 0 must be far below the norms that occur: Muon adds 1e-7.",
 )
 mistake(
     "newton-schulz",

@@ -85,7 +85,7 @@ receipts.answer("train_days", 2, guess_days)
 
 # %%
 def token_bucket(requests, rate, capacity):
-    """requests: list of (time in seconds, cost in tokens), in order of time
+    """requests: at least one (time in seconds, cost in tokens), in order of time
     -> list of bool: admitted or refused."""
     # BEGIN SOLUTION
     level, last, admitted = float(capacity), requests[0][0], []
@@ -103,6 +103,7 @@ token_bucket = check("token-bucket", token_bucket)
 # ### Task 2 · merge two parts of a softmax (10 minutes)
 #
 # Attention was computed over two sets of keys. Each part has its output and the logarithm of its sum of exponentials.
+# Every query sees a key in each part.
 
 
 # %%
@@ -151,7 +152,7 @@ dispatch = check("dispatch-order", dispatch)
 
 # %%
 def rms_norm(x, weight, dy, eps):
-    """x, dy: [..., hidden], the input and the gradient of the output; weight: [hidden]
+    """x, dy: [..., tokens, hidden], the input and the gradient of the output; weight: [hidden]
     -> (y, dx, dweight): output, gradient of x, gradient of weight over all tokens."""
     # BEGIN SOLUTION
     wide, upper = x.float(), dy.float()
@@ -174,7 +175,8 @@ rms_norm = check("rms-norm", rms_norm)
 # position · base^(-2i / head_dim), for i from 0 to head_dim/2 - 1: (a, b) becomes (a cos - b sin, a sin + b cos). Which
 # channels are pair i depends on the checkpoint. With `interleaved=True` they are 2i and 2i + 1, as in the paper and in
 # Meta's Llama; with `interleaved=False` they are i and i + head_dim/2, as in GPT-NeoX and in Hugging Face's Llama.
-# Every channel stays in its place. Compute the angles in 32 bits, whatever dtype x has, and leave x as it is.
+# Every channel stays in its place. Compute angles, their cosines and sines, and the products in 32 bits, whatever dtype x
+# has: round once, at the end. Leave x as it is.
 
 
 # %%
@@ -201,7 +203,7 @@ rotate = check("rotary", rotate)
 # ### Task 6 · AdamW (15 minutes)
 #
 # One step of AdamW ([Loshchilov and Hutter 2019](https://arxiv.org/abs/1711.05101), algorithm 2) for one parameter
-# tensor, as `torch.optim.AdamW` takes it: running means m of the gradient and v of its square, with the factors
+# tensor, as `torch.optim.AdamW` takes it and without it: running means m of the gradient and v of its square, with the factors
 # `betas`, both divided by 1 - beta^t in step t = 1, 2, ...; then param ← param - lr · m̂ / (sqrt(v̂) + eps) - lr ·
 # weight_decay · param. The decay takes param as it was before the step, and stays out of the gradient. `lr` may differ
 # from step to step. Whatever must survive until the next step belongs in `state`, which is an empty dictionary in the
