@@ -56,7 +56,7 @@ def bug(name: str) -> Bug:
     rest = given.removeprefix(wording.as_comment(f"{exercise}, {whole.minutes} minutes\n\n{whole.statement}")).strip()
     parts = [heading, *needed, rest, f"{_FOUND}\n{body}"]
     stub = "\n\n".join(filter(None, parts)) + "\n"
-    return Bug(replace(whole, minutes=MINUTES, stub=stub), answer.says or _causes()[exercise][label])
+    return Bug(replace(whole, minutes=MINUTES, stub=stub), _causes().get(exercise, {}).get(label) or answer.says)
 
 
 @cache
