@@ -10,7 +10,7 @@
 # # 24 · The mock interview
 #
 # **You know a thing when you can say it in a minute, compute it in another, and write it in ten.**
-# Draws on labs 00 to 25; its core is the mechanisms and formulas of 00 to 16.
+# Stands on labs 00 to 23 (mechanisms and formulas of 00 to 16 at its core).
 #
 # Seven whiteboard tasks of its own (95 minutes), and a deck, drills and tasks from all labs that you come back to:
 # two hours the first time; a core path in itself. In the terminal the same interview runs under a clock:

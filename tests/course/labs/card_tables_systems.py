@@ -75,7 +75,7 @@ WORKED = {
     "Why does a decode step want": Worked((1 + 3 + 8 + 2 + 2 + 1 + 1 + 1 + 2 + 2 + 1 + 1, 25 - 2 - 7 - 1 - 1)),
     "How do you choose the tile": Worked((4096 / 32 / (4096 / 128),)),
     # hardware
-    "What are the three numbers that bound": Worked((PEAK, MEMORY, LINK)),
+    "What are the three numbers that bound": Worked((PEAK, MEMORY, LINK, 900 / 300, 8000 / 2039, 2250 / 312)),
     "What is arithmetic intensity": Worked((PEAK / MEMORY, 2 / 2)),
     "How many FLOPs does a matmul": Worked((sum(2 * 4096 for _ in range(1024)) * 4096,), chosen=(1024, 4096)),
     "A vector of 1 token": Worked((2 * 4096**2 / (2 * 4096**2), PEAK / MEMORY), chosen=(2,)),
@@ -92,7 +92,7 @@ WORKED = {
     # faults
     "How large is a full checkpoint of a 70B": Worked(((4 + 8) * P70, 2 * P70, 12, 12 * P70 / 10e9), chosen=(16,)),
     "What is Young's interval": Worked((best_interval(30, 3 * 3600) / 60,), chosen=(30, 3)),
-    "Meta reports 419 interruptions": Worked((MTBF / 3600, MTBF * 16384 / 86400 / 365, MTBF * 16 / 3600)),
+    "Meta reports 419 unexpected": Worked((MTBF / 3600, MTBF * 16384 / 86400 / 365, MTBF * 16 / 3600)),
     "Save 30 s, restart 10 minutes": Worked((lost(30, 600, 10800), 600 / 10800)),
     "What does an asynchronous save": Worked(
         (FULL * P70 / 64, FULL * P70 / 64 / 25e9), chosen=(64, 25e9)

@@ -194,8 +194,8 @@ def test_drills_refuse_what_is_no_answer(kind):
     for seed in range(6):
         decision = drills.drill(f"{kind}:{seed}")
         wrong = (
-            decision.value * 5.7,
-            decision.value / 5.7,
+            (decision.value or 1) * 5.7,
+            (decision.value or 1) / 5.7,
             -decision.value - 1,
             "",
             "no idea",
