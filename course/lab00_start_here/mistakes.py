@@ -67,9 +67,28 @@ mistake(
 )
 
 
+mistake(
+    "matmul-cost",
+    "int32",
+    {"2 * m * k * n,": "2 * m * torch.tensor(k * n, dtype=torch.int32),"},
+    says="The FLOPs of a real layer do not fit into int32: use Python's integers or int64.",
+)
+mistake(
+    "matmul-cost",
+    "two-bytes-at-least",
+    {" * itemsize": " * max(itemsize, 2)"},
+    says="An element can take a single byte, as in fp8.",
+)
+
+
+@alternative("matmul-cost", "float32")
+def in_float32(m, k, n, itemsize):
+    return torch.tensor(right.matmul_cost(m, k, n, itemsize), dtype=torch.float32)
+
+
 @alternative("matmul-cost", "ask-tensors")
 def asks_tensors(m, k, n, itemsize):
-    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    dtype = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32}[itemsize]
     a, b = torch.empty(m, k, dtype=dtype, device="meta"), torch.empty(k, n, dtype=dtype, device="meta")
     return (a @ b).numel() * 2 * k, sum(x.nbytes for x in (a, b, a @ b))
 
@@ -129,6 +148,16 @@ mistake(
     {"min(peak_flops, intensity * bandwidth)": "min(1.0, intensity * bandwidth / peak_flops)"},
     says="This is a share of the peak; the exercise asks for FLOP/s.",
 )
+mistake(
+    "roofline",
+    "whole-number-ridge",
+    {
+        "min(peak_flops, intensity * bandwidth)": (
+            "peak_flops if intensity > peak_flops // bandwidth else intensity * bandwidth"
+        )
+    },
+    says="You rounded the ridge to a whole number: divide with /, and do not round.",
+)
 alternative(
     "roofline",
     "by-time",
@@ -147,7 +176,7 @@ alternative(
 
 @alternative("roofline", "by-tensor")
 def asks_torch(intensity, peak_flops, bandwidth):
-    return torch.tensor([peak_flops, intensity * bandwidth], dtype=torch.float64).min()
+    return torch.tensor([peak_flops, intensity * bandwidth]).min()
 
 
 # The first rank program
@@ -361,10 +390,21 @@ mistake(
 )
 
 
-@alternative("alpha-beta", "two-points")
+@mistake("alpha-beta", "first-two-points", expect="Use all of them, or the smallest")
 def draws_through_two_points(sizes, seconds):
-    slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
+    slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
     return seconds[0] - slope * sizes[0], 1 / slope
+
+
+@mistake("alpha-beta", "sorted-apart", expect="Use all of them, or the smallest")
+def sorts_sizes_and_times_apart(sizes, seconds):
+    return draws_through_two_points(sorted(sizes)[:: len(sizes) - 1], sorted(seconds)[:: len(sizes) - 1])
+
+
+@alternative("alpha-beta", "two-points")
+def draws_from_smallest_to_largest(sizes, seconds):
+    i, j = sizes.index(min(sizes)), sizes.index(max(sizes))
+    return draws_through_two_points([sizes[i], sizes[j]], [seconds[i], seconds[j]])
 
 
 @alternative("alpha-beta", "polyfit")
