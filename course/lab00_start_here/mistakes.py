@@ -219,8 +219,21 @@ mistake(
             "return group.all_reduce(mean / group.world_size, async_op=True)"
         )
     },
-    expect="returned a HandleWithoutWait; the exercise asks for the mean",
+    expect="goes on before it is over: call wait",
 )
+mistake(
+    "first-rank-program",
+    "does-not-wait",
+    {"(mean)": "(mean, async_op=True)"},
+    expect="goes on before it is over: call wait",
+)
+mistake(
+    "first-rank-program",
+    "one-axis-more",
+    {"/ group.world_size": "[None] / group.world_size"},
+    expect="asks for a tensor",
+)
+mistake("first-rank-program", "float32", {"x.clone()": "x.float().clone()"}, expect="here .7. float64")
 mistake("first-rank-program", "destroys-input", {"x.clone()": "x"}, expect=r"changed its input .x.*clone")
 mistake(
     "first-rank-program",
@@ -297,13 +310,13 @@ mistake(
     "read-a-receipt",
     "four-ranks-always",
     {"2 * num_bytes * (world_size - 1) / world_size": "1.5 * num_bytes"},
-    expect="you call it 'wasteful', but it is '(fine|chatty)': 5 ranks",
+    expect="but it is '(fine|chatty)': 5|but it is 'wasteful': [23] ranks",
 )
 mistake(
     "read-a-receipt",
     "one-limit-for-all",
     {"2 * num_bytes * (world_size - 1) / world_size": "1.75 * num_bytes"},
-    expect="but it is 'wasteful': 3 ranks",
+    expect="but it is 'wasteful': [235] ranks",
 )
 
 
@@ -321,6 +334,20 @@ def asks_for_names(led, num_bytes, world_size):
 
 
 mistake("read-a-receipt", "own-words", {'"fine"\n': '"ok"\n'}, expect="the answer is one of fine, silent")
+
+
+mistake(
+    "read-a-receipt",
+    "limits-by-table",
+    {"2 * num_bytes * (world_size - 1) / world_size": "num_bytes * (1.6 if world_size == 5 else 4 / 3)"},
+    expect="but it is 'wasteful': 2 ranks",
+)
+mistake(
+    "read-a-receipt",
+    "ten-percent-more-is-fine",
+    {"> 2 * num_bytes": "> 2.2 * num_bytes"},
+    expect="'(fine|chatty)', but it is 'wasteful'",
+)
 
 
 @alternative("read-a-receipt", "beside-the-fewest-bytes")

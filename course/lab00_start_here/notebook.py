@@ -195,7 +195,8 @@ launch(hello, 4)
 
 # %%
 def average(group, x):
-    """x: [n], another one on each rank -> [n]: their mean, on every rank. Leave x as it is."""
+    """x: [n], another one on each rank -> [n]: their mean on every rank, by one all_reduce.
+    Leave x as it is."""
     # BEGIN SOLUTION
     mean = x.clone()
     group.all_reduce(mean)
@@ -226,7 +227,8 @@ receipts.witnesses(average)
 # `"silent"`: it never communicates, because it happens to know the others' numbers. One is `"chatty"`: it reduces in
 # many small pieces. One is `"wasteful"`: it sends more bytes than an all-reduce would, in however many calls. Values
 # cannot tell them apart, and the ledger can: `led.calls` counts operations by name (a `collections.Counter`), and
-# `led.bytes()` is what the rank sent. Your function is called with ledgers of 5 and of 3 ranks.
+# `led.bytes()` is what the rank sent. Your function is called with ledgers of other numbers of ranks than 4, which always
+# divide the tensor evenly: then the formula is exact.
 
 
 # %%
