@@ -15,9 +15,11 @@ import typer
 import minillm
 from course.kit import course, masters
 from course.kit.api import group_page
-from course.kit.execute import NotebookFailed, execute, off_rows
+from course.kit.execute import NotebookFailed, execute, off_rows, under_load
 from course.kit.fingerprint import KEY, changed, fingerprint
 from course.kit.reach import Library
+
+UNDER_LOAD = "shows a machine card that was measured while the machine was busy"
 
 
 def command(
@@ -65,7 +67,8 @@ def build(home: Path, names: list[str]) -> None:
 
 
 def solve(home: Path, name: str, library: Library) -> bool:
-    """Execute a solution and write it with its fingerprint; False, and nothing written, if a cell fails."""
+    """Execute a solution and write it with its fingerprint; False, and nothing written, if a cell fails or shows a
+    machine card that was measured under load."""
     started, target = time.monotonic(), home / "solutions" / f"{name}.ipynb"
     notebook = masters.solution(course.masters(home)[name])
     made_by = fingerprint(notebook, library)  # of the code as it is before the cells run
@@ -74,6 +77,9 @@ def solve(home: Path, name: str, library: Library) -> bool:
         executed = execute(notebook, target.parent)
     except NotebookFailed as error:
         print(f"{name}: {error}", file=sys.stderr)
+        return False
+    if under_load(executed):
+        print(f"{name}: {UNDER_LOAD}; when it is quiet: python -m minillm machine --refresh", file=sys.stderr)
         return False
     executed.metadata[KEY] = made_by.to_json()
     target.write_text(masters.write(executed), encoding="utf-8")
@@ -142,6 +148,8 @@ def _stale_solution(home: Path, name: str, library: Library) -> list[str]:
         problems.append("does not say which code made its outputs")
     elif change := changed(committed, fingerprint(fresh, library)):
         problems.append(change)
+    if under_load(committed):
+        problems.append(UNDER_LOAD)
     if any(output.output_type == "error" for output in outputs):
         problems.append("shows an error")
     return [f"{path.relative_to(home)} {problem}" for problem in problems]

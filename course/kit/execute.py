@@ -27,6 +27,7 @@ _WIDGET = "application/vnd.jupyter.widget-view+json"
 _PROFILER_MARK = re.compile(
     r"^USDT:[-\d]+ [:\d]+ \d+:\d+ SyncActivityProfilerHandler\.cpp:\d+\] profiler_(?:start|stop)\n", re.MULTILINE
 )
+_UNDER_LOAD = re.compile(r"busy \(load [\d.]+ per core\)")  # in a machine card: measure again when it is quiet
 _WIDGET_NOTE = "(Sliders appear here while the notebook runs.)\n"
 
 
@@ -105,6 +106,12 @@ def off_rows(executed: NotebookNode) -> list[tuple[str, str]]:
                 values = (f"{head} {cell}" for head, cell in zip(heads[1:-1], cells[1:-1], strict=True) if cell != "—")
                 found.append((cells[0], ", ".join(values)))
     return found
+
+
+def under_load(executed: NotebookNode) -> bool:
+    """Whether an output shows a machine card that was measured while other work kept the machine busy."""
+    outputs = (output for cell in executed.cells for output in cell.get("outputs", ()))
+    return any(_UNDER_LOAD.search(str(output)) for output in outputs)
 
 
 def _table_rows(output: NotebookNode) -> Iterator[list[str]]:

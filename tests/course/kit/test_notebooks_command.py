@@ -15,6 +15,7 @@ from course.kit import course, masters, receipt, row
 from course.kit.execute import NotebookFailed, execute, off_rows
 from minillm.__main__ import run
 from minillm.drawing import small
+from minillm.measure.machine import Machine
 
 ROOT = Path(__file__).parents[3]
 FIXTURE = Path(__file__).parents[1] / "exercises" / "fixture"
@@ -114,6 +115,7 @@ def test_marks_of_the_profiler_are_not_kept_and_warnings_are(tmp_path):
             "changed in fixture_exercises.py",
         ),
         (lambda h: fail(h / "solutions/90_fixture.ipynb"), "solutions/90_fixture.ipynb shows an error"),
+        (lambda h: show_card(h / "solutions/90_fixture.ipynb"), "90_fixture.ipynb shows a machine card that was"),
         (lambda h: (h / "labs/91_old.ipynb").write_text("{}"), "labs/91_old.ipynb has no master"),
     ],
 )
@@ -222,6 +224,26 @@ def test_a_receipt_that_is_off_fails_a_solution(tmp_path, display):
 def test_a_noisy_row_and_a_learners_lab_may_be_off(tmp_path, noisy, strict):
     executed = execute(notebook_of(RECEIPT.format(noisy=noisy), "made"), tmp_path, strict=strict)
     assert "off" in executed.cells[1].outputs[0].data["text/plain"]
+
+
+def show_card(path: Path, load: float = 0.6) -> nbformat.NotebookNode:
+    """The notebook with a machine card that was measured under this load."""
+    notebook = nbformat.read(path, as_version=4)
+    card = Machine("cpu", 2, 8, "3.11", "2.13", "2026-01-01", load, 8.0, 4.0, 8.0, 1.0, links={})
+    notebook.cells[1].outputs = [nbformat.v4.new_output("display_data", {"text/html": card._repr_html_()})]
+    nbformat.write(notebook, path)
+    return notebook
+
+
+@pytest.mark.parametrize(("load", "status"), [(0.4, 0), (0.6, 1)])
+def test_a_card_that_was_measured_under_load_is_not_stored(home, tmp_path, capsys, monkeypatch, load, status):
+    solution = home / "solutions" / "90_fixture.ipynb"
+    executed = show_card(shutil.copy(solution, tmp_path / "executed.ipynb"), load)
+    before = solution.read_text()
+    monkeypatch.setattr(notebooks, "execute", lambda notebook, folder: executed)
+    assert run(["notebooks", "90", "--root", str(home)]) == status
+    assert ("machine --refresh" in capsys.readouterr().err) == bool(status)
+    assert (solution.read_text() == before) == bool(status)
 
 
 def with_off_rows() -> nbformat.NotebookNode:
