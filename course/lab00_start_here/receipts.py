@@ -40,7 +40,9 @@ def memory_against_link(card: Machine, guess: float) -> Receipt:
 def intensities(matmul_cost: Callable, tokens: Sequence[int] = (1, 8, 64, 512)) -> Table:
     """FLOP per byte of [tokens, 4096] @ [4096, 4096] in fp32, by the reader's function."""
     costs = [(count, *matmul_cost(count, 4096, 4096, 4)) for count in tokens]
-    return table("fp32 weights [4096, 4096]", ("tokens", "FLOP per byte"), [(str(t), f / b) for t, f, b in costs])
+    return table(
+        "fp32 weights [4096, 4096]", ("tokens", "FLOP per byte"), [(str(t), float(f / b)) for t, f, b in costs]
+    )
 
 
 def under_the_roof(card: Machine, rates: Sequence[tuple[int, float]], attainable: Callable) -> Table:
@@ -50,7 +52,7 @@ def under_the_roof(card: Machine, rates: Sequence[tuple[int, float]], attainable
     for tokens, rate in rates:
         intensity = roofline.matmul_intensity(tokens, 4096, 4096, 4)
         limit = "memory" if intensity < peak / bandwidth else "cores"
-        highest = attainable(intensity, peak, bandwidth)
+        highest = float(attainable(intensity, peak, bandwidth))
         lines.append(
             (str(tokens), f"{intensity:.1f}", limit, *(format_value(x, "FLOP/s") for x in (highest, rate)),
              f"{rate / highest:.0%}")
@@ -121,7 +123,7 @@ def links(card: Machine, fit_link: Callable) -> Table:
     """α and β of the card beside the reader's fit of the same samples."""
     lines = []
     for world_size, fit in card.links.items():
-        latency, bandwidth = fit_link(*map(list, zip(*fit.samples, strict=True)))
+        latency, bandwidth = map(float, fit_link(*map(list, zip(*fit.samples, strict=True))))
         lines.append(
             (str(world_size), seconds(fit.latency_s), seconds(latency),
              *(format_value(b, "B/s") for b in (fit.bandwidth_bytes_per_s, bandwidth)))
@@ -136,10 +138,11 @@ def all_reduce_time(guess_ms: float | None = None) -> Receipt:
     runs = sorted(map(max, zip(*launch(experiments.time_all_reduce, WORLD, MIB), strict=True)))
     median = runs[len(runs) // 2]
     guess = guess_ms and guess_ms / 1e3
+    tolerance = 3.0 if median > expected else 0.75  # of the prediction: four times it, or a quarter
     return receipt(
         f"all-reduce of 1 MiB on {WORLD} ranks: {cost.rounds} rounds of α + bytes/β",
         [
-            row("median run, allowed: a factor of 4", expected, median, "s", tolerance=3.0, guess=guess, noisy=True),
+            row("median run, allowed: a factor of 4", expected, median, "s", tolerance, guess=guess, noisy=True),
             row("    best run", None, runs[0], "s"),
             row("    worst run", None, runs[-1], "s"),
         ],
@@ -174,7 +177,7 @@ def interview() -> Receipt:
     """What the answers rest on, by formula from this machine's card."""
     card = machine()
     line = card.link(WORLD)
-    decode, prefill = (roofline.matmul_intensity(tokens, 4096, 4096, 2) for tokens in (1, 2048))
+    decode = roofline.matmul_intensity(1, 4096, 4096, 2)
 
     def all_reduce_s(world_size: int, num_bytes: int = MIB) -> float:
         return comms.ring_all_reduce(num_bytes // 4, 4, world_size).time(line.latency_s, line.bandwidth_bytes_per_s)
@@ -184,10 +187,9 @@ def interview() -> Receipt:
         [
             formula("1. ridge, fp32", card.peak_flops / card.memory_bandwidth_bytes_per_s, "FLOP/B"),
             formula("2. intensity of 1 token, bf16 weights [4096, 4096]", decode, "FLOP/B"),
-            formula("    of 2048 tokens", prefill, "FLOP/B"),
             formula("    ridge of an H100, bf16", roofline.ridge_point(**H100), "FLOP/B"),
             formula("3. all-reduce of 1 MiB on 4 ranks", all_reduce_s(WORLD), "s"),
-            formula("    in 64 messages of 16 KiB", 64 * all_reduce_s(WORLD, MIB // 64), "s"),
+            formula("    as 64 all-reduces of 16 KiB", 64 * all_reduce_s(WORLD, MIB // 64), "s"),
             formula(
                 "4. α·β: message size at which latency is half of the time",
                 round(line.latency_s * line.bandwidth_bytes_per_s),
@@ -195,7 +197,7 @@ def interview() -> Receipt:
             ),
             formula("5. all-reduce of 1 MiB on 64 ranks", all_reduce_s(64), "s"),
         ],
-        open_rows=8,
+        open_rows=7,
     )
 
 
@@ -209,12 +211,12 @@ def design() -> Receipt:
         [
             formula("A. sequences per pass from which the cores are the limit", bound),
             formula("B. one call at 50 GB/s", whole.time(10e-6, 50e9), "s"),
-            formula("    of which latency", whole.rounds * 10e-6, "s"),
-            formula("    4,000 calls at 50 GB/s", 4000 * piece.time(10e-6, 50e9), "s"),
+            formula("B. 4,000 calls at 50 GB/s", 4000 * piece.time(10e-6, 50e9), "s"),
             formula("    of which latency", 4000 * piece.rounds * 10e-6, "s"),
-            formula("    one call at 450 GB/s", whole.time(10e-6, 450e9), "s"),
-            formula("    4,000 calls at 450 GB/s", 4000 * piece.time(10e-6, 450e9), "s"),
+            formula("B. one call at 450 GB/s", whole.time(10e-6, 450e9), "s"),
+            formula("B. 4,000 calls at 450 GB/s", 4000 * piece.time(10e-6, 450e9), "s"),
         ],
+        open_rows=6,
     )
 
 
