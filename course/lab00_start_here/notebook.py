@@ -9,16 +9,17 @@
 # %% [markdown]
 # # 00 · Start here
 #
-# **Three measured numbers predict about how fast a program can be on this machine; bytes and calls you predict exactly.**
+# **Three measured rates and a latency tell you roughly how fast a program can run on this machine; its bytes and calls
+# can be predicted exactly.**
 # Stands on nothing before it: Python and a training loop in PyTorch are enough.
 #
 # 45 minutes with the exercises · no GPU, no network
 #
-# Training and serving large language models on many devices is mostly arithmetic about three numbers: how fast the
-# cores calculate, how fast memory feeds them, and how fast a message travels. You will measure all three here, on the
-# machine in front of you, and use them. At the end you can answer:
+# Training and serving large language models on many devices is mostly arithmetic about a few numbers: how fast the
+# cores calculate, how fast memory feeds them, and what a message costs, in latency and in bandwidth. You will measure
+# them here, on the machine in front of you, and use them. At the end you can answer:
 #
-# 1. How fast can a matmul run on this machine at best, before you run it?
+# 1. Before you run a matmul: how fast can it be on this machine at best?
 # 2. What does it cost to send a message to another rank?
 # 3. How do you tell that a program on four ranks did what it claims, and who is to blame when it stands still?
 
@@ -32,7 +33,7 @@
 # - **A check shows a receipt**: formula, measured, verdict. It compares values, and it compares what your code
 #   *did*: calls, bytes, messages.
 # - **Not passed yet?** The check says what is wrong. `hint("matmul-cost")` opens a hint, and the next one when you call
-#   it again; the third is nearly the answer. Until yours passes, the course's own version stands in, so every later
+#   it again; the third gives the answer away. Until yours passes, the course's own version stands in, so every later
 #   cell still runs.
 # - **Guesses** such as `guess = 10` come before the number appears. You learn most from the gap, so guess first. The
 #   guess comes back in a receipt, and nothing judges it.
@@ -70,8 +71,9 @@ card
 
 # %% [markdown]
 # *ridge* is the peak of the cores divided by the bandwidth of memory: how many operations each byte from memory must
-# allow, or the cores wait. *link* is one message between neighbouring ranks: a fixed part, and a part that grows with its
-# bytes. Both get their own section.
+# allow, or the cores wait. *link* is one message between neighbouring ranks: a fixed part, and a part that grows with
+# its bytes; *within* is how far a measured time typically lies from that line. Both get their own section. A processor
+# without instructions for bf16 is many times slower in bf16 than in fp32.
 #
 # **Predict before you measure.** Reading a large array from memory is fast. Sending it to another process of the same
 # machine passes through the operating system. How many times slower is that?
@@ -114,7 +116,8 @@ matmul_cost = check("matmul-cost", matmul_cost)
 receipts.intensities(matmul_cost)
 
 # %% [markdown]
-# With one token, every weight is read for one multiplication and one addition. With 512, they share each read.
+# With one token, every weight is read for one multiplication and one addition. With 512 tokens, all of them share each
+# read.
 #
 # ### Exercise 2 · the roof (3 minutes)
 #
@@ -157,9 +160,10 @@ sliders(roofline_view, edge=list(experiments.EDGES))
 
 # %% [markdown]
 # Make the matrix smaller, and points can climb *over* the slope: the roof was drawn with the bandwidth of main memory,
-# and weights that fit into a cache do not come from there. Points far below the roof do not contradict it either. It is
-# an upper bound, and a matmul library leaves part of it unused, most of all for a handful of tokens: the last column
-# of the next table says how much.
+# and weights that fit into a cache do not come from there. The first points can lie over it even at 4096, if a large
+# cache keeps part of the weights from one run to the next. For what does come from memory the roof is an upper bound,
+# and points below it do not contradict it: a matmul library leaves part of it unused. The last column of the next table
+# says how much.
 
 # %%
 receipts.under_the_roof(card, rates[4096], attainable)
@@ -210,8 +214,8 @@ average = check("first-rank-program", average)
 # ### Read the receipt
 #
 # The check did not stop at the values. The *ledger* of each rank recorded every operation with its bytes. A ring
-# all-reduce of P bytes on N ranks sends 2·P·(N−1)/N bytes per rank (you build it in lab 01). There is an independent
-# witness, too: the operating system's own counter of the loopback interface.
+# all-reduce of P bytes on N ranks sends 2·P·(N−1)/N bytes per rank if N divides the tensor (you build it in lab 01).
+# There is an independent witness, too: the operating system's own counter of the loopback interface.
 
 # %%
 print(inspect.getsource(experiments.two_witnesses))
@@ -227,8 +231,8 @@ receipts.witnesses(average)
 # `"silent"`: it never communicates, because it happens to know the others' numbers. One is `"chatty"`: it reduces in
 # many small pieces. One is `"wasteful"`: it sends more bytes than an all-reduce would, in however many calls. Values
 # cannot tell them apart, and the ledger can: `led.calls` counts operations by name (a `collections.Counter`), and
-# `led.bytes()` is what the rank sent. Your function is called with ledgers of other numbers of ranks than 4, which always
-# divide the tensor evenly: then the formula is exact.
+# `led.bytes()` is what the rank sent. Your function is called with ledgers of other numbers of ranks than 4. They divide
+# the tensor evenly, so the formula is exact.
 
 
 # %%
@@ -254,8 +258,8 @@ read_receipt = check("read-a-receipt", read_receipt)
 #
 # ### Exercise 5 · α and β (5 minutes)
 #
-# Find the line through a list of sizes and a list of seconds. The check's points lie on a line; measured ones will
-# not, so either use all of them (least squares) or choose two.
+# Find the line through a list of sizes and a list of seconds. Measured points lie beside it: use all of them (least
+# squares), or choose two that are far apart, the smallest and the largest message.
 
 
 # %%
@@ -281,7 +285,7 @@ receipts.links(card, fit_link)
 
 # %% [markdown]
 # The two need not agree on α, although both use the same samples. Least squares minimises errors in *seconds*, so the
-# largest messages decide; the card's fit weighs every sample by its own time, so that small messages count as well.
+# largest messages decide; the card's fit divides every error by the sample's own time, and small messages count as well.
 
 
 # %%
@@ -309,10 +313,10 @@ guess_ms = 1.0  # change it before you run the next cell
 receipts.all_reduce_time(guess_ms)
 
 # %% [markdown]
-# Bytes are predicted exactly, seconds only to a factor: the verdict above allows a factor of four. With more ranks than
+# Bytes are predicted exactly, seconds only to a factor: the verdict above allows four, either way. With more ranks than
 # cores, α is mostly the time until the scheduler wakes a rank, and that was different when the card was made. The
-# distance between the best and the worst run says how far a single timing can be trusted. In these labs bytes, calls
-# and blocks are proof; seconds are evidence and are measured several times.
+# distance between the best and the worst run says how far a single timing can be trusted. In these labs bytes and calls
+# are proof; seconds are evidence and are measured several times.
 #
 # ## 5 · Break it: one rank raises
 #
@@ -375,8 +379,8 @@ print("so it returned before the all-reduce that the other three are in.")
 
 # %% [markdown]
 # The fix: a rank with nothing to add still takes part, and adds zero. **Every rank of a group enters every collective
-# of it, in the same order.** Many hangs of real training jobs break this rule: a rank skips an empty batch, an
-# `if rank == 0:` stands around a save that communicates, or one rank swallows an exception.
+# of it, in the same order.** Many hangs in real training jobs come from breaking this rule: a rank skips an empty
+# batch, an `if rank == 0:` stands around a save that communicates, or one rank swallows an exception.
 
 
 # %%
@@ -464,10 +468,10 @@ receipts.counted_by_torch(matmul_cost)
 # %% [markdown]
 # | here | on a GPU cluster |
 # |---|---|
-# | `measure.machine()`, α and β | `nccl-tests`: `all_reduce_perf -b 8 -e 1G -f 2`, small and large sizes |
+# | `measure.machine()`, α and β | [nccl-tests](https://github.com/NVIDIA/nccl-tests): `all_reduce_perf -b 8 -e 1G -f 2`, small and large sizes |
 # | `group.all_reduce(x)` | `torch.distributed.all_reduce(x)`, over NCCL |
 # | the ledger | `torch.profiler`; NCCL's log with `NCCL_DEBUG=INFO` |
-# | *who waits for whom* | flight recorder: `TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1`; `torchfrtrace` |
+# | *who waits for whom* | [flight recorder](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html): `TORCH_FR_BUFFER_SIZE=2000` (the default in torch 2.13; once `TORCH_NCCL_TRACE_BUFFER_SIZE`) and `TORCH_NCCL_DUMP_ON_TIMEOUT=1`; `torchfrtrace` |
 #
 # In the package: `minillm/measure/machine.py` is the card, `minillm/comm/launch/launcher.py` starts the ranks,
 # `minillm/comm/diagnostics/` knows who waits for whom, and `minillm/predict/roofline.py` and `comms.py` hold the
@@ -485,28 +489,26 @@ receipts.counted_by_torch(matmul_cost)
 #     labs/torchrun/00_start_here.py
 # ```
 #
-# The last command is the same on both of two nodes, and HOST is one of them. With a GPU per rank the messages go
-# over NCCL, and the receipt is the same. The script is solved in `solutions/torchrun/00_start_here.py`. What a rank knows:
+# Run the last command unchanged on both nodes; HOST is one of them. With a GPU per rank the messages go over NCCL, and
+# the receipt is the same. The script is solved in `solutions/torchrun/00_start_here.py`. What a rank knows:
 #
 # | | set by torchrun | by `launch` |
 # |---|---|---|
 # | its number among all ranks, and how many there are | `RANK`, `WORLD_SIZE` | `group.rank`, `group.world_size` |
 # | its number in its node, which is the GPU that it takes | `LOCAL_RANK` | the same as its rank: there is one node |
 # | where they meet: a *store* over TCP, in which ranks leave their addresses before they can talk | `MASTER_ADDR`, `MASTER_PORT` | a port of this machine |
-# | what carries tensors (*backend*) | NCCL on GPUs, else gloo | the same, by `launch(device=)` |
+# | what carries tensors (*backend*) | NCCL on GPUs, else gloo | gloo; `launch(device=None)` takes NCCL where every rank has a GPU |
 #
 # ## 11 · Common claims
 #
 # | Claim | What is true |
 # |---|---|
 # | "NVLink on an H100 is 900 GB/s" | That is the sum of both directions ([NVIDIA's data sheet](https://www.nvidia.com/en-us/data-center/h100/)); a message in one direction gets half, 450 GB/s. (An *H100 NVL* is a card for PCIe, not a link.) |
-# | "InfiniBand is 400 GB/s" | Ports are sold in *bits*: NDR is 400 Gb/s, which is 50 GB/s. The factor of 8 is the most common mistake in sizing networks. |
+# | "InfiniBand is 400 GB/s" | Ports are sold in *bits*: NDR is 400 Gb/s, which is 50 GB/s. The factor of 8 is a common mistake. |
 # | "An H100 does 1,979 TFLOP/s in bf16" | With 2:4 sparsity, which dense models do not have. Dense is half of it, 989 TFLOP/s ([the same data sheet](https://www.nvidia.com/en-us/data-center/h100/)). |
-# | "Communication grows linearly with the number of GPUs" | The bytes per rank of a ring all-reduce approach 2P and stay there; the latency term, 2(N−1)·α, is what grows ([Patarasuk and Yuan, 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)). |
-# | "A GPU at half of its peak waits for memory" | Or for other ranks, an empty pipeline, launches of small kernels, data: split the step before you say which (labs 02 and 22). Libraries do not use asymptotically faster products either. |
-# | "`torchrun -nproc_per_node=4`", "`--master_port = 29500`" | Two dashes and no blanks; argparse refuses both. The nodes need no SSH between them, only a TCP port that all of them reach ([torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html)), and a driver that is new enough for the CUDA inside torch's wheel. |
+# | "A GPU at half of its peak waits for memory" | Or for other ranks, an empty pipeline, launches of small kernels, data: split the step before you say which (labs 02 and 22). |
+# | "`torchrun -nproc_per_node=4`", "`--master_port = 29500`" | Two dashes and no blanks; argparse refuses both. The nodes need no SSH between them ([torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html)), but TCP to that port and between all ranks, on ports that [NCCL](https://github.com/NVIDIA/nccl/issues/388) or [gloo](https://github.com/pytorch/pytorch/issues/44544) chooses, and a driver that is new enough for the CUDA inside torch's wheel. |
 # | "BLOOM's weights are 330 GB" | 176.2 billion parameters of 2 bytes are 352 GB, which is 328 GiB. Say which one you mean ([BLOOM](https://huggingface.co/bigscience/bloom)). |
-# | "10 % of peak means bad code" | Compare with the roof at the work's intensity, not with the peak ([Williams, Waterman and Patterson, 2009](https://doi.org/10.1145/1498765.1498785)). |
 
 # %% [markdown]
 # ## 12 · Interview corner
@@ -520,7 +522,8 @@ receipts.interview()
 # <details><summary><b>1. A matmul reaches 10 % of peak. Is the code bad?</b></summary>
 #
 # Ask for its intensity first. Left of the ridge (row 1), 10 % of peak may be all that memory can feed. Compare with
-# the roof at that intensity, not with the peak.
+# the roof at that intensity, not with the peak
+# ([Williams, Waterman and Patterson, 2009](https://doi.org/10.1145/1498765.1498785)).
 # </details>
 #
 # <details><summary><b>2. Why is generating one token at a time slow on a device with enormous FLOP/s?</b></summary>
@@ -543,7 +546,8 @@ receipts.interview()
 #
 # <details><summary><b>5. A ring all-reduce sends 2P(N−1)/N per rank. So is its time independent of N?</b></summary>
 #
-# Its bandwidth term nearly is (it tends to 2P/β). Its latency term is 2(N−1)·α and grows with N: row 5.
+# Its bandwidth term nearly is (it tends to 2P/β). Its latency term is 2(N−1)·α and grows with N: row 5
+# ([Patarasuk and Yuan, 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)).
 # On this machine β also falls as ranks share the cores.
 # </details>
 #
@@ -584,18 +588,18 @@ receipts.design()
 # <details><summary><b>What a strong answer says</b></summary>
 #
 # **A.** The intensity of the layer is close to the number of tokens in the pass, so about as many sequences as the
-# ridge point has FLOP per byte; slightly more, because inputs and outputs are moved as well. With less, adding
-# sequences is nearly free: that is the argument for batching in serving. The KV cache changes it, because it is read
-# per sequence (lab 12).
+# ridge point has FLOP per byte (under 2 in section 12). The receipt asks for more, because inputs and outputs are moved
+# as well. With less, adding sequences is nearly free: that is the argument for batching in serving. The KV cache
+# changes it, because it is read per sequence (lab 12).
 #
 # **B.** The bandwidth term is 2P·63/64 over β whatever the number of calls; each call adds 126 latencies. 4,000 calls
 # of 3.5 MB spend nine times as long on latency as on bytes, which is why gradients travel in buckets (lab 03). Nine
 # times the bandwidth divides only the bandwidth term, so the more calls there are, the less it helps.
 # </details>
 #
-# **Open task.** Write down, for a machine you know (a laptop, a rented node), the three numbers of its card with their
+# **Open task.** Write down, for a machine you know (a laptop, a rented node), the numbers of its card with their
 # sources. Predict the time of one training step of a 100 M parameter model on 4,096 tokens (6 FLOPs per parameter and
-# token), then measure it in lab 02. Defend the gap.
+# token), then measure it in lab 02. Explain the gap.
 
 # %% [markdown]
 # ## You can now answer
