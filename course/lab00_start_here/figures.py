@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from course.lab00_start_here import experiments
+from course.shared.diagnose import expect_number
 from course.shared.ladder import draw_ladder
 from minillm.drawing import bars, headline, subplots
 from minillm.measure import machine
@@ -28,7 +29,7 @@ def draw_roofline(
     figure, axes = subplots(width=7.2, height=4.0)
     intensities = [roofline.matmul_intensity(tokens, edge, edge, 4) for tokens, _ in rates[edge]]
     reach = np.geomspace(0.3, max(100, *intensities) * 1.4, 200)
-    roof = [float(attainable(intensity, peak_flops, bandwidth)) for intensity in reach]
+    roof = [expect_number(attainable(intensity, peak_flops, bandwidth), "FLOP/s") for intensity in reach]
     axes.plot(reach, roof, color=look(1).color, linestyle="--", marker="", label="predicted roof")
     axes.axvline(ridge, color="#999999", linewidth=0.8, linestyle=":")
     axes.text(ridge * 1.06, 0.02, f"ridge {ridge:.1f}", transform=axes.get_xaxis_transform(), fontsize=9)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -9,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from course.kit.answers import answers_of
 from course.kit.receipts import Receipt, format_value, formula, receipt, row
 from course.lab00_start_here import experiments
+from course.shared.diagnose import expect_number
 from course.shared.table import Table, seconds, table
 from minillm.comm import Group, HangError, Link, RankError, launch
 from minillm.measure import machine
@@ -19,6 +21,9 @@ ANSWERS = answers_of("00_start_here")
 MIB, WORLD = 1 << 20, 4
 SLOW = Link(latency_s=0.020, bandwidth_bytes_per_s=50e6)
 H100 = {"peak_flops": 989e12, "bandwidth": 3.35e12}  # bf16 without sparsity, HBM3 (NVIDIA's data sheet of the SXM card)
+
+
+number = partial(expect_number, returns="a number")  # of what a reader's function returns, be it a tensor
 
 
 # What the machine can do.
@@ -39,10 +44,8 @@ def memory_against_link(card: Machine, guess: float) -> Receipt:
 
 def intensities(matmul_cost: Callable, tokens: Sequence[int] = (1, 8, 64, 512)) -> Table:
     """FLOP per byte of [tokens, 4096] @ [4096, 4096] in fp32, by the reader's function."""
-    costs = [(count, *matmul_cost(count, 4096, 4096, 4)) for count in tokens]
-    return table(
-        "fp32 weights [4096, 4096]", ("tokens", "FLOP per byte"), [(str(t), float(f / b)) for t, f, b in costs]
-    )
+    costs = [(count, *map(number, matmul_cost(count, 4096, 4096, 4))) for count in tokens]
+    return table("fp32 weights [4096, 4096]", ("tokens", "FLOP per byte"), [(str(t), f / b) for t, f, b in costs])
 
 
 def under_the_roof(card: Machine, rates: Sequence[tuple[int, float]], attainable: Callable) -> Table:
@@ -52,7 +55,7 @@ def under_the_roof(card: Machine, rates: Sequence[tuple[int, float]], attainable
     for tokens, rate in rates:
         intensity = roofline.matmul_intensity(tokens, 4096, 4096, 4)
         limit = "memory" if intensity < peak / bandwidth else "cores"
-        highest = float(attainable(intensity, peak, bandwidth))
+        highest = number(attainable(intensity, peak, bandwidth))
         lines.append(
             (str(tokens), f"{intensity:.1f}", limit, *(format_value(x, "FLOP/s") for x in (highest, rate)),
              f"{rate / highest:.0%}")
@@ -123,7 +126,7 @@ def links(card: Machine, fit_link: Callable) -> Table:
     """α and β of the card beside the reader's fit of the same samples."""
     lines = []
     for world_size, fit in card.links.items():
-        latency, bandwidth = map(float, fit_link(*map(list, zip(*fit.samples, strict=True))))
+        latency, bandwidth = map(number, fit_link(*map(list, zip(*fit.samples, strict=True))))
         lines.append(
             (str(world_size), seconds(fit.latency_s), seconds(latency),
              *(format_value(b, "B/s") for b in (fit.bandwidth_bytes_per_s, bandwidth)))
