@@ -1,6 +1,7 @@
 """Lab 18, hand-overs: the side that decodes sets blocks aside first, and knows a message of an attempt that is over."""
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 from course.kit.exercises import CheckFailed, exercise
@@ -25,13 +26,15 @@ def check_hand_over(learner: Any) -> Receipt:
     _both_want_three_of_four(learner)
     _a_late_message(learner)
     _a_list_of_the_callers(learner)
+    _an_older_attempt(learner)
+    _a_message_twice(learner)
     _given_up_too_late(learner)
     rows = []
     for num_blocks, requests in ((6, 3), (9, 5), (random.randint(10, 20), 8)):
-        arrived, late = _play(learner, num_blocks, requests)
-        rows.append(row(f"{num_blocks} blocks: messages of older attempts that changed nothing", late, late))
-        rows.append(row("    requests that were handed over whole", arrived, arrived))
-        rows.append(row("    blocks free in the end", num_blocks, num_blocks))
+        seen = _play(learner, num_blocks, requests)
+        rows.append(row(f"{num_blocks} blocks: blocks that messages of older attempts changed", 0, seen.changed))
+        rows.append(row("    requests that were handed over whole", seen.whole, seen.said_whole))
+        rows.append(row("    blocks free in the end", num_blocks, seen.free))
     return receipt("blocks of the side that decodes", rows)
 
 
@@ -58,8 +61,11 @@ def _a_late_message(learner: type) -> None:
     if len(side.free) != 1:
         raise CheckFailed(f"a was given up, and {len(side.free)} of 1 blocks is free", evidence=len(side.free))
     block = _one_block(side, "b", 1)
-    if side.arrive("b", 1, 0, "b's") is not True or side.cache.get(block) != "b's":
-        raise CheckFailed(f"b's only block arrived: the cache holds {side.cache!r:.60}, and b is whole")
+    answered = side.arrive("b", 1, 0, "b's")
+    if side.cache.get(block) != "b's":
+        raise CheckFailed(f"b's only block, {block}, arrived, and the cache holds {side.cache!r:.60}")
+    if not answered:
+        raise CheckFailed(f"b's only block arrived, so b is whole: you answer {answered!r:.20}", evidence=answered)
     answered = side.arrive("a", 1, 0, "a's")
     if side.cache.get(block) != "b's":
         raise CheckFailed(
@@ -79,6 +85,54 @@ def _a_list_of_the_callers(learner: type) -> None:
             f"a was given up, and {len(side.free)} of 2 blocks are free: its caller had emptied the list that allocate "
             "returned. Return a list of its own",
             evidence=len(side.free),
+        )
+
+
+def _an_older_attempt(learner: type) -> None:
+    """Its message comes when the next attempt waits; and the next one asks for more than there are."""
+    side = learner(4)
+    side.allocate("a", 1, 1)
+    (block,) = side.allocate("a", 2, 1) or (None,)
+    answered = side.arrive("a", 1, 0, "of attempt 1")
+    if answered or "of attempt 1" in side.cache.values():
+        raise CheckFailed(
+            f"a's second attempt waits for its block, and a message of the first comes: you answer {answered!r:.20}, "
+            f"and its block {block} holds {side.cache.get(block)!r:.40}. It changes nothing",
+            evidence=dict(side.cache),
+        )
+    side = learner(4)
+    side.allocate("a", 1, 2)
+    got = side.allocate("a", 2, 5)
+    if got is not None or len(side.free) != 4:
+        raise CheckFailed(
+            f"a's first attempt holds 2 of 4 blocks, and its second asks for 5: it got {got!r:.60}, and "
+            f"{len(side.free)} are free then. It gets None and holds nothing, and what the first one held is free",
+            evidence=(got, list(side.free)),
+        )
+
+
+def _a_message_twice(learner: type) -> None:
+    """a is whole and decodes into its last block when its message comes again; b's content is what a's was."""
+    side = learner(1)
+    block = _one_block(side, "a", 1)
+    side.arrive("a", 1, 0, "the prompt")
+    side.cache[block] = "the prompt and two tokens"
+    answered = side.arrive("a", 1, 0, "the prompt")
+    if answered or side.cache.get(block) != "the prompt and two tokens":
+        raise CheckFailed(
+            "a is whole and has decoded two tokens into its block, and the block's message comes a second time: you "
+            f"answer {answered!r:.20}, and the block holds {side.cache.get(block)!r:.40}. It changes nothing",
+            evidence=dict(side.cache),
+        )
+    side.cache[block] = "the prompt"
+    side.release("a")
+    _one_block(side, "b", 1)
+    answered = side.arrive("b", 1, 0, "the prompt")
+    if not answered:
+        raise CheckFailed(
+            "a has ended, and b, with an equal prompt, got its block: b's only message arrived, and you answer "
+            f"{answered!r:.20}. That a block holds the same already does not say that b's message has come",
+            evidence=answered,
         )
 
 
@@ -104,26 +158,36 @@ def _given_up_too_late(learner: type) -> None:
             )
 
 
-def _play(learner: type, num_blocks: int, requests: int) -> tuple[int, int]:
-    """Drawn calls beside a model of what they should do -> requests that arrived whole, late messages."""
+@dataclass
+class _Seen:
+    """whole: requests that all blocks came for; said_whole: those that arrive said so of; changed: entries of the cache
+    that messages of older attempts changed; free: blocks in the end."""
+
+    whole: int = 0
+    said_whole: int = 0
+    changed: int = 0
+    free: int = 0
+
+
+def _play(learner: type, num_blocks: int, requests: int) -> _Seen:
+    """Drawn calls beside a model of what they should do."""
     side, beside = learner(num_blocks), learner(num_blocks + 1)
     beside.allocate("r0", 1, 2)
     beside.arrive("r0", 1, 0, "of another object")
     if "of another object" in side.cache.values():
         raise CheckFailed("what arrived in one DecodeSide is in the cache of another")
-    sizes = {f"r{number}": random.randint(1, max(2, num_blocks // 2)) for number in range(requests)}
-    attempt = dict.fromkeys(sizes, 0)
+    attempt = {f"r{number}": 0 for number in range(requests)}
     held: dict[str, list[int]] = {}  # by request, allocated or whole
     missing: dict[str, set[int]] = {}
     sent: list[tuple[str, int, int]] = []  # messages on their way, some of older attempts
-    content: dict[int, str] = {}
-    whole, late = 0, 0
+    content: dict[str, dict[int, str]] = {}  # what arrived for each request's newest attempt, by block
+    seen = _Seen()
     for _ in range(60 * requests):
-        name = random.choice(list(sizes))
+        name = random.choice(list(attempt))
         act = random.choices(("allocate", "arrive", "give up", "release"), (4, 10, 1, 2))[0]
         if act == "allocate" and (name not in held or name in missing):
             attempt[name] += 1
-            count = sizes[name]
+            count = random.randint(1, max(2, num_blocks // 2))
             free = num_blocks - sum(map(len, held.values())) + len(held.get(name, ()))
             others = {block for other, blocks in held.items() if other != name for block in blocks}
             blocks = side.allocate(name, attempt[name], count)
@@ -136,22 +200,23 @@ def _play(learner: type, num_blocks: int, requests: int) -> tuple[int, int]:
                     )
             else:
                 _judge_blocks(name, attempt[name], blocks, count, others, num_blocks)
-                held[name], missing[name] = list(blocks), set(range(count))
+                held[name], missing[name], content[name] = list(blocks), set(range(count)), {}
                 sent += [(name, attempt[name], index) for index in random.sample(range(count), count)]
                 sent += [(name, attempt[name], 0)] * (random.random() < 0.3)  # a message that comes twice
         elif act == "arrive" and sent:
             name, number, index = sent.pop(random.randrange(len(sent)))
             wanted = name in missing and number == attempt[name] and index in missing[name]
-            late += number != attempt[name]
-            told = f"{name}, attempt {number}, block {index}"
+            told, before = f"{name}, attempt {number}, block {index}", dict(side.cache)
             done = side.arrive(name, number, index, told)
             if wanted:
                 missing[name].discard(index)
-                content[held[name][index]] = told
+                content[name][held[name][index]] = told
+            if number != attempt[name]:
+                seen.changed += len(dict(side.cache).items() ^ before.items())
             complete = wanted and not missing[name]
+            seen.whole, seen.said_whole = seen.whole + complete, seen.said_whole + bool(done)
             if complete:
                 del missing[name]
-                whole += 1
             if bool(done) != complete:
                 raise CheckFailed(
                     f"{told} arrived{'' if wanted else ', which is no longer waited for'}: you answer {done!r:.20}, "
@@ -177,7 +242,8 @@ def _play(learner: type, num_blocks: int, requests: int) -> tuple[int, int]:
             f"all requests are gone, and {len(set(side.free))} of {num_blocks} blocks are free",
             evidence=sorted(side.free),
         )
-    return whole, late
+    seen.free = len(side.free)
+    return seen
 
 
 def _judge_blocks(name: str, attempt: int, blocks: Any, count: int, others: set[int], num_blocks: int) -> None:
@@ -190,7 +256,7 @@ def _judge_blocks(name: str, attempt: int, blocks: Any, count: int, others: set[
         raise CheckFailed(f"{who}: it got block {foreign[0]}, which is not free", evidence=blocks)
 
 
-def _judge_state(side: Any, num_blocks: int, held: dict[str, list[int]], content: dict[int, str]) -> None:
+def _judge_state(side: Any, num_blocks: int, held: dict[str, list[int]], content: dict) -> None:
     used = sorted(block for blocks in held.values() for block in blocks)
     free = sorted(set(range(num_blocks)) - set(used))
     if sorted(side.free) != free:
@@ -200,8 +266,8 @@ def _judge_state(side: Any, num_blocks: int, held: dict[str, list[int]], content
         )
     for name, blocks in held.items():
         for index, block in enumerate(blocks):
-            told = content.get(block, "")
-            if told.startswith(f"{name},") and side.cache.get(block) != told:
+            told = content[name].get(block)
+            if told and side.cache.get(block) != told:
                 raise CheckFailed(
                     f"block {block} is number {index} of {name} and holds {side.cache.get(block)!r:.60}, where "
                     f"{told!r} arrived last for this request",

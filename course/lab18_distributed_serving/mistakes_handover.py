@@ -21,7 +21,7 @@ mistake(
     "hand-over",
     "any attempt will do",
     {"if expected != attempt or index not in missing:": "if index not in missing:"},
-    expect="no longer waited for|arrived last|is not whole",
+    expect="a message of the first comes",
 )
 mistake(
     "hand-over",
@@ -32,7 +32,7 @@ mistake(
         "        if request in self.held and index < len(self.held[request]):\n"
         "            self.cache[self.held[request][index]] = content",
     },
-    expect="arrived last for this request",
+    expect="a message of the first comes",
 )  # fmt: skip
 mistake(
     "hand-over",
@@ -74,6 +74,51 @@ mistake(
     },
     expect="KeyError",
 )  # fmt: skip
+
+
+mistake(
+    "hand-over",
+    "written again when it comes again",
+    {
+        "if expected != attempt or index not in missing:\n            return False\n":
+        "if request not in self.held or expected not in (None, attempt):\n            return False\n",
+        "missing.remove(index)":
+        "if index not in missing:\n            return False\n        missing.remove(index)",
+    },
+    expect="comes a second time",
+)  # fmt: skip
+mistake(
+    "hand-over",
+    "known by its content",
+    {"index not in missing:": "self.cache.get(self.held[request][index]) == content:"},
+    expect="b's only message arrived",
+)
+mistake(
+    "hand-over",
+    "an older attempt keeps its blocks if there are too few",
+    {
+        "self.give_up(request)\n        if count > len(self.free):":
+        "older = self.held[request] if request in self.missing else ()\n"
+        "        if count > len(self.free) + len(older):",
+        "blocks = [self": "self.give_up(request)\n        blocks = [self",
+    },
+    expect="its second asks for 5",
+)  # fmt: skip
+
+alternative(
+    "hand-over",
+    "a free block is empty",
+    {
+        "self.free += self.held.pop(request)":
+        "for block in self.held.pop(request):\n"
+        "            self.cache.pop(block, None)\n            self.free.append(block)",
+    },
+)  # fmt: skip
+alternative(
+    "hand-over",
+    "blocks are emptied when they are set aside",
+    {"return list(blocks)": "self.cache.update(dict.fromkeys(blocks))\n        return list(blocks)"},
+)
 
 
 @alternative("hand-over", "a record for each request")

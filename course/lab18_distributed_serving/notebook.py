@@ -232,7 +232,8 @@ class DecodeSide:
 
     def allocate(self, request, attempt, count):
         """-> a list of count blocks for an attempt to hand the request over; None, and nothing is
-        held, if fewer are free. What an older attempt of the request holds is free first."""
+        held, if fewer are free. What an older attempt of the request holds is free first; a whole
+        request is not allocated again."""
         # BEGIN SOLUTION
         self.give_up(request)
         if count > len(self.free):
