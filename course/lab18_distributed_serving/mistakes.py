@@ -79,6 +79,21 @@ mistake(
 )
 
 
+mistake(
+    "decode-layer",
+    "a cache that is always float64",
+    {"keys = torch.cat((keys, (part.k @ x)": "keys = torch.cat((keys.double(), (part.k @ x)"},
+    expect="expected scalar type Float",
+)
+mistake(
+    "decode-layer",
+    "the weights of q are scaled",
+    {"d = part.head_dim": "d = part.head_dim\n    part.q.mul_(d**-0.5)", "keys.transpose(1, 2) / d**0.5": "keys.mT"},
+    expect="part.q is another after your call",
+)
+alternative("decode-layer", "a softmax in 32 bits", {".softmax(dim=-1)": ".softmax(dim=-1, dtype=torch.float32).to(x)"})
+
+
 @alternative("decode-layer", "torch's attention, kv heads repeated")
 def by_torch(x, keys, values, part, group):
     d = part.head_dim
@@ -141,13 +156,19 @@ mistake(
     "sharded-load",
     "always two ranks a head",
     {"place = rank * share // world_size": "place = rank // 2 if share < world_size else rank"},
-    expect="8 ranks, [12] kv heads",
+    expect="8 ranks, (1 kv head|2 kv heads)",
 )
 mistake(
     "sharded-load",
     "zeros in float32",
     {"F.pad(part[name], (0, 0, 0, missing))": "torch.cat((part[name], torch.zeros(missing, columns)))"},
-    expect="is torch.float32, and the file holds torch.bfloat16",
+    expect="is torch.float32, and the file holds torch.float16",
+)
+mistake(
+    "sharded-load",
+    "all of the padding on the last rank",
+    {"missing = count - len(part[name])": "missing = (rank == world_size - 1) * (count * world_size - rows)"},
+    expect="embedding",
 )
 
 

@@ -6,6 +6,7 @@ o, down: columns of this rank                                                key
 
 import random
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -47,7 +48,8 @@ class LayerPart:
 
 @dataclass(frozen=True)
 class Token:
-    """A decoding sequence's newest token at a layer. x: [h]; keys, values: [kv heads, tokens before, d]; float64."""
+    """A decoding sequence's newest token at a layer. x: [h]; keys, values: [kv heads, tokens before, d]; all of one
+    dtype, float32 on one rank and float64 on more."""
 
     world_size: int
     x: Tensor
@@ -62,11 +64,13 @@ class Token:
         h, f, tokens = random.randint(5, 9), world_size * random.randint(2, 4), random.randint(3, 9)
         q, kv = kv_heads * per_head * d, kv_heads * d
         shapes = ((q, h), (kv, h), (kv, h), (h, q), (f, h), (f, h), (h, f))
-        layer = LayerPart(*(torch.randn(shape, dtype=torch.float64) for shape in shapes), d)
-        keys, values = (torch.randn(kv_heads, tokens, d, dtype=torch.float64) for _ in range(2))
+        dtype = torch.float32 if world_size == 1 else torch.float64
+        layer = LayerPart(*(torch.randn(shape, dtype=dtype) for shape in shapes), d)
+        keys, values = (torch.randn(kv_heads, tokens, d, dtype=dtype) for _ in range(2))
         if world_size == 3:
-            keys *= 1e5  # scores whose exponential no float64 holds
-        return cls(world_size, torch.randn(h, dtype=torch.float64), keys, values, layer)
+            keys *= 1e9  # scores whose exponential no float64 holds, so far apart that float32 tells them apart
+        x = torch.randn(h, dtype=dtype) / h**0.5  # scores of about 1: every token counts
+        return cls(world_size, x, keys, values, layer)
 
     def part(self, rank: int) -> tuple[Tensor, Tensor, Tensor, LayerPart]:
         """What one rank is given."""
@@ -89,21 +93,26 @@ class Token:
 
 @dataclass(frozen=True)
 class Decoded:
-    """results: what the learner returned; bytes that this rank sent; calls by name, and the sizes of their tensors."""
+    """results: what the learner returned; bytes that this rank sent; calls by name, and the sizes of their tensors;
+    changed: names of the weights that are others after the call."""
 
     results: Any
     bytes: int
     calls: str
     sizes: list[int]
+    changed: list[str]
 
 
 def decode_on_ranks(group: Group, learner: Callable, cases: Sequence[Token]) -> list[Decoded | None]:
     def run_case(case: Token, part: Group) -> Decoded:
         given = case.part(part.rank)
+        before = deepcopy(given[3])
         with measure.ledger() as led:
             results = learner(*given, part)
         sizes = [torch.Size(event.shape).numel() for event in led.events]
-        return Decoded(results, led.bytes(), list_calls(led.calls), sizes)
+        weights = [each.name for each in fields(before) if each.name != "head_dim"]
+        changed = [name for name in weights if not torch.equal(getattr(before, name), getattr(given[3], name))]
+        return Decoded(results, led.bytes(), list_calls(led.calls), sizes, changed)
 
     return on_groups(group, cases, run_case)
 

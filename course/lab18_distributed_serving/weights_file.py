@@ -30,10 +30,12 @@ class WeightsFile:
         return part
 
     @classmethod
-    def draw(cls, world_size: int, kv_heads: int, dtype: torch.dtype) -> "tuple[WeightsFile, dict[str, str]]":
-        """A small model's matrices and how each is cut."""
+    def draw(
+        cls, world_size: int, kv_heads: int, dtype: torch.dtype, words: int | None = None
+    ) -> "tuple[WeightsFile, dict[str, str]]":
+        """A small model's matrices and how each is cut. words: rows of its embedding, drawn if None."""
         n, d = world_size, random.randint(2, 3)
-        h, vocab = n * random.randint(2, 3), n * random.randint(3, 5) - random.randint(0, n - 1)
+        h, vocab = n * random.randint(2, 3), words or n * random.randint(3, 5) - random.randint(0, n - 1)
         heads, inner = max(n, kv_heads) * random.randint(1, 2), n * random.randint(2, 4)
         shapes = {
             "embedding": (vocab, h, WORDS), "q": (heads * d, h, ROWS), "k": (kv_heads * d, h, KV),
