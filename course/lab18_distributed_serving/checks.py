@@ -187,11 +187,11 @@ def check_next_batch(learner: Callable) -> Receipt:
 
 
 def _corners() -> list[tuple[list[str], list[list[str]], int, str]]:
-    names = list("abcdefgh")
+    names, many = list("abcdefgh"), [f"s{number}" for number in range(1, 102)]
     return [
         (names, [], 2, "half of the sequences go first, so that the second stage has something to do as well"),
         (["e", "f", "g", "h", "a", "b", "c", "d"], [["a", "b", "c", "d"]], 2, ""),
-        (list("abcdefghijklmnopqrstu"), [], 2, "a stage's share is half of them, rounded up, however many they are"),
+        (many, [["s10"]], 2, "a stage's share is half of them, rounded up, however many they are"),
         (names[:5], [names[:2], names[2:4]], 2, "as many batches as stages are in flight: one more would wait"),
         (names[:3], [names[:1]], 4, ""),
         (names, [[each] for each in names[:6]], 6, "as many batches as stages are in flight: one more would wait"),
@@ -202,7 +202,8 @@ def _corners() -> list[tuple[list[str], list[list[str]], int, str]]:
 
 def _judge_batch(learner: Callable, running: list, in_flight: list, stages: int, why: str) -> list[str]:
     batch = learner(list(running), [list(each) for each in in_flight], stages)
-    state = f"{stages} stages, running {running}, in flight {in_flight}"
+    shown = running if len(running) <= 24 else f"{len(running)} sequences, {running[0]} to {running[-1]}"
+    state = f"{stages} stages, running {shown}, in flight {in_flight}"
     if not isinstance(batch, list | tuple):
         raise CheckFailed(f"returned {batch!r:.60}; the exercise asks for a list of sequences")
     batch = list(batch)
@@ -229,5 +230,8 @@ def _judge_batch(learner: Callable, running: list, in_flight: list, stages: int,
         )
     if batch != wanted:
         said = why or "those that have waited longest go first, as many as a stage's share"
-        raise CheckFailed(f"{state}: {batch} starts, and {wanted} should: {said}", evidence=batch)
+        got = f"{batch} starts, and {wanted} should"
+        if len(running) > 24:
+            got = f"{len(batch)} start, {batch[:2]} first, and {len(wanted)} should, {wanted[:2]} first"
+        raise CheckFailed(f"{state}: {got}: {said}", evidence=batch)
     return batch

@@ -236,8 +236,14 @@ mistake(
 )
 mistake(
     "next-batch",
-    "at most four",
-    {"-(-len(running) // stages)": "min(4, -(-len(running) // stages))"},
+    "at most sixteen",
+    {"-(-len(running) // stages)": "min(16, -(-len(running) // stages))"},
+    expect="a stage's share is half of them",
+)
+mistake(
+    "next-batch",
+    "looked up in the text of the list",
+    {"name not in busy": "name not in str(in_flight)"},
     expect="a stage's share is half of them",
 )
 mistake(

@@ -61,15 +61,15 @@ guess_prefill = 4  # of 16 H100 with 70B, those that prefill: prompts of 4,000, 
 #
 # ### Exercise 1 · a row of a decode layer (20 minutes)
 #
-# Norms and rotations are left out: they are computed on every rank alike. Query heads are in the order of the kv heads that
-# they read.
+# Norms (alike on every rank) and rotations (of each rank's own heads) are left out: they send nothing. Scores are divided by
+# √d, and the MLP is SwiGLU: silu(gate x) · up x, then down. Query heads are in the order of the kv heads that they read.
 
 
 # %%
 def decode_layer(x, keys, values, part, group):
     """x: [h], the newest token of a sequence, the same on every rank; keys, values:
     [kv heads, tokens, d], cached by this rank; part: its rows of q, k, v, gate and up, its
-    columns of o and down, and head_dim, d.
+    columns of o and down, and head_dim, d. All are float32, or all float64, and so is y.
 
     -> (y [h], keys, values), the latter with the new token behind: [kv heads, tokens + 1, d]."""
     # BEGIN SOLUTION
