@@ -3,6 +3,8 @@
 import operator
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
@@ -21,56 +23,104 @@ from course.kit.receipts import Receipt, receipt, row
 )
 def check_split(learner: Callable) -> Receipt:
     rows = []
-    for number, cards in enumerate((2, 2, 2, 8, 16, 3, 5, 12, *(random.randint(3, 40) for _ in range(4)))):
-        short = number < 3  # first prompts so short that one card is more than enough for them: tokens decide
-        prompt_s, output = random.uniform(0.02, 0.6) / (2000 if short else 1), random.randint(20, 800)
-        ttft, most = prompt_s * random.uniform(1.2, 6), random.randint(4, 300) + 100 * short
-        fixed, each = random.uniform(0.004, 0.02), random.uniform(1e-5, 4e-4)
-        at_limit = random.choice((1, 1, random.randint(1, 400)))  # a step of so many takes the limit, to the last bit
-        between, last = random.choice((at_limit, random.uniform(1.5, 400))), random.randint(2, 90)
-        tpot = fixed + each * ((50.5, last, most + 0.5)[number] if short else between)
-
-        def step_s(sequences: int, fixed: float = fixed, each: float = each) -> float:
-            return fixed + each * sequences
-
-        found = learner(cards, prompt_s, step_s, most, output, ttft, tpot)
+    short = [Traffic.draw(2, limit, short=True) for limit in (50.5, random.randint(2, 90), 1000)]
+    drawn = [Traffic.draw(cards) for cards in (8, 16, 3, 5, 12, *(random.randint(3, 40) for _ in range(4)))]
+    for case in (*FIXED, *short, *drawn):
+        found = learner(case.cards, case.prompt_s, case.step_s, case.most, case.output, case.ttft, case.tpot)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise CheckFailed(
                 f"returned {found!r:.60}; the exercise asks for (cards that prefill, requests per second)"
             )
-        count, rate = _whole(found[0]), float(found[1])
-        prompts = _rate_by_halving(prompt_s, ttft)
-        running = max(b for b in range(1, most + 1) if step_s(b) <= tpot)
-        answers = running / (output * step_s(running))
-        best = max(min(n * prompts, (cards - n) * answers) for n in range(1, cards))
-        case = (
-            f"{cards} cards, prompts of {prompt_s:.3f} s, TTFT {ttft:.3f} s; {output} tokens, steps of "
-            f"{fixed * 1e3:.2f} + {each * 1e3:.3f} b ms, b up to {most}, TPOT {tpot * 1e3:.2f} ms"
-        )
-        rows.append(row(f"{cards} cards: requests per second", best, rate, "", 1e-6))
-        if not 0 < count < cards:
-            raise CheckFailed(f"{case}: {found[0]!r:.20} cards that prefill: each pool needs at least one", rows)
+        count, rate = _whole(case, found[0]), float(found[1])
+        best = max(map(case.sustained, range(1, case.cards)))
+        rows.append(row(f"{case.cards} cards: requests per second", best, rate, "", 1e-6))
+        if not 0 < count < case.cards:
+            raise CheckFailed(f"{case}: {count} cards that prefill: each pool needs at least one", rows)
         if rows[-1].verdict == "off":
             raise CheckFailed(
-                f"{case}: you say {rate:.4g} requests per second. A card computes the prompts of {prompts:.4g} and "
-                f"decodes the answers of {answers:.4g}, so the best division sustains {best:.4g}",
+                f"{case}: you say {rate:.4g} requests per second. A card computes the prompts of {case.prompts:.4g} "
+                f"and decodes the answers of {case.answers:.4g}, so the best division sustains {best:.4g}",
                 rows,
                 evidence=rate,
             )
-        sustained = min(count * prompts, (cards - count) * answers)
-        if abs(sustained - best) > 1e-6 * best:
+        if abs(case.sustained(count) - best) > 1e-6 * best:
             raise CheckFailed(
-                f"{case}: right rate, but {count} cards that prefill sustain {sustained:.4g}", rows, evidence=count
+                f"{case}: right rate, but {count} cards that prefill sustain {case.sustained(count):.4g}",
+                rows,
+                evidence=count,
             )
     return receipt("cards divided", rows)
 
 
-def _whole(count: object) -> int:
-    """0 for what is no whole number."""
+@dataclass(frozen=True)
+class Traffic:
+    """What choose_split is given. limit: sequences whose step takes the limit on TPOT. A step of b sequences takes
+    fixed + each · b seconds, and `steeper` more for each beyond the knee, by so little that more still is better."""
+
+    cards: int
+    prompt_s: float
+    output: int
+    ttft: float
+    most: int
+    fixed: float
+    each: float
+    limit: float
+    knee: int = 0
+    steeper: float = 0.0
+
+    @classmethod
+    def draw(cls, cards: int, limit: float | None = None, short: bool = False) -> "Traffic":
+        """short: prompts so short that one card is more than enough for them, so tokens decide."""
+        prompt_s, most = random.uniform(0.02, 0.6) / (2000 if short else 1), random.randint(4, 300) + 100 * short
+        if limit is None:  # often a step of a whole number of sequences takes the limit, to the last bit
+            limit = random.choice((1, random.randint(1, 400), random.uniform(1.5, 400)))
+        sizes = (cards, prompt_s, random.randint(20, 800), prompt_s * random.uniform(1.2, 6), most)
+        fixed, each, knee = random.uniform(0.004, 0.02), random.uniform(1e-5, 4e-4), random.randint(1, most)
+        return cls(*sizes, fixed, each, limit, knee, random.choice((0.0, fixed / knee / 2)))
+
+    def step_s(self, sequences: float) -> float:
+        beyond = sequences - self.knee
+        return self.fixed + self.each * sequences + self.steeper * (abs(beyond) + beyond) / 2
+
+    def sustained(self, count: int) -> float:
+        """Requests/s with so many cards that prefill."""
+        return min(count * self.prompts, (self.cards - count) * self.answers)
+
+    @property
+    def tpot(self) -> float:
+        return self.step_s(self.limit)
+
+    @cached_property
+    def prompts(self) -> float:
+        """Requests/s of a card that prefills."""
+        return _rate_by_halving(self.prompt_s, self.ttft)
+
+    @cached_property
+    def answers(self) -> float:
+        """Requests/s of a card that decodes."""
+        running = max(b for b in range(1, self.most + 1) if self.step_s(b) <= self.tpot)
+        return running / (self.output * self.step_s(running))
+
+    def __str__(self) -> str:
+        knee = f", and {self.steeper * 1e3:.4g} ms more for each beyond {self.knee}" if self.steeper else ""
+        return (
+            f"{self.cards} cards, prompts of {self.prompt_s * 1e3:.4g} ms, TTFT {self.ttft * 1e3:.4g} ms; "
+            f"{self.output} tokens, steps of {self.fixed * 1e3:.4g} + {self.each * 1e3:.4g} b ms{knee}, b up to "
+            f"{self.most}, TPOT {self.tpot * 1e3:.4g} ms"
+        )
+
+
+_FLOOR = Traffic(8, 0.1, 125, 0.3, 100, 0.01, 1e-4, 1000)  # the balance is 6.67 cards, and 6 are better than 7
+_CEILING = replace(_FLOOR, output=3125)  # 1.33 cards, and 2 are better than 1
+_KNEE = replace(_FLOOR, cards=2, prompt_s=1e-5, most=300, each=1e-5, limit=50.5, knee=10, steeper=5e-4)
+FIXED = (_FLOOR, _CEILING, _KNEE)
+
+
+def _whole(case: Traffic, count: object) -> int:
     try:
         return operator.index(count)
     except TypeError:
-        return 0
+        raise CheckFailed(f"{case}: {count!r:.20} cards that prefill: a whole number is asked for") from None
 
 
 def _rate_by_halving(service_s: float, ttft: float) -> float:
