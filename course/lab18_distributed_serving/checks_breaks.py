@@ -1,8 +1,10 @@
 """Lab 18, the judge: which bug a program has, from what it logged."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import product
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
@@ -22,24 +24,23 @@ from course.lab18_distributed_serving import experiments_breaks as breaks
     ),
 )
 def check_verdict(learner: Callable) -> Receipt:
-    rows = []
-    for world_size in (2, 4, random.choice((3, 8))):
-        forms = [(bug, False) for bug in breaks.VERDICTS]
-        for bug, other in (*forms, (breaks.RIGHT, False), (breaks.PHASES, True), (breaks.FREED, True)):
-            seen = breaks.run(bug, world_size, other)
-            before = deepcopy(seen)
-            said = learner(seen)
-            if seen != before:
-                raise CheckFailed("seen is another after your call: a log is read, so count in something of your own")
-            if said not in breaks.VERDICTS:
-                told = ", ".join(map(repr, breaks.VERDICTS))
-                raise CheckFailed(f"your verdict is {said!r:.60}: it must be one of {told}")
-            if said != bug:
-                raise CheckFailed(
-                    f"a program on {world_size} ranks: you say {said!r}, it is {bug!r}: {_say(bug, seen)}", rows
-                )
-            rows.append(row(f"{world_size} ranks: a program", bug, said))
-    return receipt("verdicts", rows)
+    programs, judged = Counter(), Counter()
+    forms = [(bug, form) for bug, count in breaks.FORMS.items() for form in range(count)]
+    for world_size, (bug, form) in product((2, 4, random.choice((3, 8))), forms):
+        seen = breaks.run(bug, world_size, form)
+        before = deepcopy(seen)
+        said = learner(seen)
+        if seen != before:
+            raise CheckFailed("seen is another after your call: a log is read, so count in something of your own")
+        if said not in breaks.VERDICTS:
+            told = ", ".join(map(repr, breaks.VERDICTS))
+            raise CheckFailed(f"your verdict is {said!r:.60}: it must be one of {told}")
+        if said != bug:
+            raise CheckFailed(f"a program on {world_size} ranks: you say {said!r}, it is {bug!r}: {_say(bug, seen)}")
+        programs[bug] += 1
+        judged[said] += 1
+    rows = [row(f"programs: {bug}", programs[bug], judged[bug]) for bug in reversed(breaks.VERDICTS)]
+    return receipt("verdicts", rows, open_rows=4)
 
 
 def _say(bug: str, seen: breaks.Seen) -> str:
@@ -55,6 +56,19 @@ def _say(bug: str, seen: breaks.Seen) -> str:
             if event[0] in ("sending", "sent"):
                 (reading.add if event[0] == "sending" else reading.discard)(event[1])
     if bug == breaks.PHASES:
-        event = next(event for event in seen.events if event[0] == "preempted")
-        return f"after {event} a step does not begin at 0, or samples too early"
+        return _first_wrong_step(seen)
     return "every step begins where the cache ends, every block is sent before it is freed, and the ranks agree"
+
+
+def _first_wrong_step(seen: breaks.Seen) -> str:
+    known, computed = dict(seen.prompts), dict.fromkeys(seen.prompts, 0)
+    for what, name, *details in seen.events:
+        if what == "preempted":
+            computed[name] = 0
+        if what == "step":
+            first, count, sampled = details
+            if first != computed[name] or sampled != (first + count == known[name]):
+                cached = f"{computed[name]} of the {known[name]} tokens of {name} are in the cache"
+                return f"{(what, name, *details)} is logged when {cached}"
+            computed[name], known[name] = first + count, known[name] + sampled
+    raise ValueError("every step is right")

@@ -6,13 +6,14 @@ rank 1 samples for itself            equal logits, another random number: the ra
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 RIGHT, PHASES, FREED, SAMPLES = VERDICTS = (
     "right", "phases confused after preemption", "blocks freed before they are sent", "rank 1 samples for itself",
 )  # fmt: skip
 BUGS = {"A": FREED, "B": RIGHT, "C": PHASES, "D": SAMPLES, "E": RIGHT, "F": PHASES}
-OTHER_FORM = "F"  # the program whose bug takes its other form
+OTHER_FORM = {"A": 2, "F": 1}  # programs whose bug takes another form than the first
 NEVER_SENT = 40  # a block that is freed and was never handed over
 Event = tuple
 
@@ -24,7 +25,7 @@ class Seen:
     events, in their order: ("step", request, first, count, sampled): tokens first .. first + count - 1 were computed,
     and whether a token was sampled; ("preempted", request): its blocks are gone; ("sending", block), ("sent", block):
     the link begins to read a block, and is done; ("freed", block). prompts: tokens of each request's prompt. tokens:
-    by rank, those that it appended, in order; the ranks stopped within a step of each other.
+    by rank, those that it appended, in order; the ranks stopped within two steps of each other.
     """
 
     events: tuple[Event, ...]
@@ -32,78 +33,135 @@ class Seen:
     tokens: tuple[tuple[int, ...], ...]
 
 
-def run(bug: str, world_size: int = 2, other_form: bool = False) -> Seen:
-    """other_form: phases confused: the request answers too early, instead of going on without its cache; freed: in the
-    block's second hand-over, instead of at the end of the log."""
-    events, prompts = _steps(bug == PHASES, answers_early=other_form)
-    events = _with_blocks(events, bug == FREED, second=other_form)
-    return Seen(tuple(events), prompts, _tokens(bug == SAMPLES, world_size))
+def run(bug: str, world_size: int = 2, form: int = 0) -> Seen:
+    """form: of the bug, one of FORMS[bug]."""
+    confused, second = None, False
+    if bug == PHASES:
+        second, number = divmod(form, len(PHASE_FORMS))
+        confused = PHASE_FORMS[number]
+    events, prompts = _steps(confused, bool(second))
+    events = _with_blocks(events, form if bug == FREED else None)
+    return Seen(tuple(events), prompts, _tokens(bug == SAMPLES, world_size, form))
 
 
-def _steps(confused: bool, answers_early: bool) -> tuple[list[Event], dict[str, int]]:
-    """Requests that are prefilled in chunks, decode, are preempted and come again."""
+# A preempted request's next step as it goes wrong: (tokens of its prompt, known, computed) -> first, end, sampled.
+
+CHUNK = 8  # tokens of a step at most
+Step = tuple[int, int, bool]
+
+
+def goes_on_without_its_cache(prompt: int, known: int, computed: int) -> Step:
+    return known - 1, known, True
+
+
+def answers_early(prompt: int, known: int, computed: int) -> Step:
+    """When its prompt ends, as if nothing had been written behind it."""
+    end = min(computed + CHUNK, prompt)
+    return computed, end, end == prompt
+
+
+def keeps_its_prompt(prompt: int, known: int, computed: int) -> Step:
+    """As if only the answer's blocks had been lost."""
+    return prompt, known, True
+
+
+def goes_on_behind_a_chunk(prompt: int, known: int, computed: int) -> Step:
+    return (known - 1, known, True) if computed else _right(known, computed)
+
+
+def writes_nothing(prompt: int, known: int, computed: int) -> Step:
+    """Though all that is known has been computed."""
+    return computed, min(computed + CHUNK, known), False
+
+
+def _right(known: int, computed: int) -> Step:
+    end = min(computed + CHUNK, known)
+    return computed, end, end == known
+
+
+PHASE_FORMS = (goes_on_without_its_cache, answers_early, keeps_its_prompt, goes_on_behind_a_chunk, writes_nothing)
+
+
+def _steps(confused: Callable[[int, int, int], Step] | None, second: bool) -> tuple[list[Event], dict[str, int]]:
+    """Requests that are prefilled in chunks, decode, are preempted and come again. confused: the step that goes wrong,
+    once, after the first preemption or after the second of the same request."""
     prompts = {name: random.randint(6, 20) for name in "pqr"}
     known, computed = dict(prompts), dict.fromkeys(prompts, 0)
     events: list[Event] = []
-    victim, ended = None, False
-    for tick in range(14):
-        for name in prompts:
-            if tick < "pqr".index(name):
-                continue
-            missing = known[name] - computed[name]
-            if confused and name == victim and not ended and not answers_early:
-                first, count, ended = known[name] - 1, 1, True  # a decode step without a cache
-            elif confused and name == victim and not ended:
-                first, count = computed[name], min(missing, 8, prompts[name] - computed[name])
-                ended = first + count == prompts[name]  # as if nothing had been written behind the prompt
-            else:
-                first, count = computed[name], min(missing, 8)
-            sampled = first + count == known[name] or (confused and name == victim and ended)
-            events.append(("step", name, first, count, sampled))
-            computed[name] = first + count
-            if sampled:
-                known[name] += 1
-            if confused and name == victim and ended:
-                victim = None
-        if tick in (6, 10):
-            name = random.choice([name for name in prompts if known[name] > prompts[name] + 1])
+    victim, first_preempted = "", random.choice("pqr")
+    for tick in range(18):
+        for name in "pqr"[: tick + 1]:
+            step = right = _right(known[name], computed[name])
+            if name == victim and confused:
+                step = confused(prompts[name], known[name], computed[name])
+                victim = name if step == right else ""
+            first, end, sampled = step
+            if first < end:  # else the request waits for a token that was never written
+                events.append(("step", name, first, end - first, sampled))
+                computed[name], known[name] = end, known[name] + sampled
+        if tick in (6, 11):
+            name = first_preempted if tick == 6 or second else random.choice("pqr")
             events.append(("preempted", name))
             computed[name] = 0
-            victim = name if tick == 6 else victim
+            if tick == (11 if second else 6):
+                victim = name
     return events, prompts
 
 
-def _with_blocks(events: list[Event], early: bool, second: bool) -> list[Event]:
-    """Hand-overs among them: a block is read by the link, then free. Two blocks are handed over again; one that never
-    was is freed."""
-    found = list(events)
-    place = 0
+# Two blocks, a and b, are on their way at once. Each program has all of the right orders.
+
+RIGHT_ORDERS = (
+    "sending a, sending b, sent a, freed a, sent b, freed b",
+    "sending a, sending b, sent b, freed b, sent a, freed a",
+    "sending a, sent a, sending b, freed a, sent b, freed b",
+    "sending a, sent a, freed a, sending b, sent b, freed b",
+)
+WRONG_ORDERS = (
+    "sending a, freed a",  # the log ends with it
+    "sending a, sent a, freed a, sending b, freed b, sent b",  # in a block's second hand-over
+    "sending a, sending b, freed a, sent a, sent b, freed b",
+    "sending a, sending b, sent a, freed b, sent b, freed a",
+)
+
+
+def _with_blocks(events: list[Event], wrong: int | None) -> list[Event]:
+    """Hand-overs among them: a block is read by the link, then free. The last two blocks are handed over again; one
+    that never was is freed. wrong: the number of a wrong order, which takes a right one's place."""
     blocks = random.sample(range(NEVER_SENT), 6)
-    order = blocks + random.sample(blocks, 2)
-    wrong = (random.choice((6, 7)) if second else random.randrange(6)) if early else None
-    for number, block in enumerate(order):
-        forms = ("sending", "freed", "sent") if number == wrong else ("sending", "sent", "freed")
-        for what in forms:
+    orders = random.sample(RIGHT_ORDERS, 4)
+    if wrong is not None:
+        orders[3 if wrong == 1 else random.randrange(3)] = WRONG_ORDERS[wrong]
+    found = [("freed", NEVER_SENT), *events]
+    place = 1
+    for number, order in enumerate(orders):
+        named = dict(zip("ab", blocks[2 * number :] or random.sample(blocks, 2), strict=False))
+        for each in order.split(", "):
+            what, block = each.split()
             place = random.randint(place, min(len(found), place + 4))
-            found.insert(place, (what, block))
+            found.insert(place, (what, named[block]))
             place += 1
-            if number == wrong and what == "freed" and not second:
-                return [("freed", NEVER_SENT), *found[:place]]  # the log ends with it
-    found.insert(random.randrange(len(found)), ("freed", NEVER_SENT))
+        if order == WRONG_ORDERS[0]:
+            return found[:place]
     return found
 
 
-def _tokens(apart: bool, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """Every rank's tokens. Ranks may have logged a step more or less; greedy ones agree also where each samples."""
+def _tokens(apart: bool, world_size: int, form: int) -> tuple[tuple[int, ...], ...]:
+    """Every rank's tokens; greedy ones agree also where each samples. apart: rank 1 parts from the others at five
+    places, in form 1 at the last one that all have. Rank 0 has logged two less than rank 1, in odd forms two more."""
     whole = [random.randrange(4000) for _ in range(30)]
+    places = [27] if form == 1 else random.sample(range(4, 26), 5)
+    missing = [random.randint(0, 2) for _ in range(world_size)]
+    missing[:2] = (0, 2) if form % 2 else (2, 0)
     found = []
     for rank in range(world_size):
         own = list(whole)
-        if apart and rank == 1:
-            for place in sorted(random.sample(range(4, 26), 5)):
-                own[place] = (own[place] + random.randint(1, 3999)) % 4000
-        found.append(tuple(own[: len(own) - random.randint(0, 2)]))
+        for place in places if apart and rank == 1 else ():
+            own[place] = (own[place] + random.randint(1, 3999)) % 4000
+        found.append(tuple(own[: len(own) - missing[rank]]))
     return tuple(found)
+
+
+FORMS = {RIGHT: 2, PHASES: 2 * len(PHASE_FORMS), FREED: len(WRONG_ORDERS), SAMPLES: 2}  # how many each verdict has
 
 
 def all_programs(world_size: int = 2, seed: int = 5) -> dict[str, Seen]:
@@ -111,6 +169,6 @@ def all_programs(world_size: int = 2, seed: int = 5) -> dict[str, Seen]:
     state = random.getstate()
     random.seed(seed)
     try:
-        return {name: run(bug, world_size, name == OTHER_FORM) for name, bug in BUGS.items()}
+        return {name: run(bug, world_size, OTHER_FORM.get(name, 0)) for name, bug in BUGS.items()}
     finally:
         random.setstate(state)

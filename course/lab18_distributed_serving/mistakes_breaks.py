@@ -57,6 +57,30 @@ mistake(
 )
 mistake(
     "which-bug-ranks",
+    "one block on the link",
+    {"reading.add(details[0])": "reading = {details[0]}"},
+    expect="it is 'blocks freed before they are sent'",
+)
+mistake(
+    "which-bug-ranks",
+    "a token that is missing",
+    {"sampled != (first + count == known[request])": "sampled > (first + count == known[request])"},
+    expect="it is 'phases confused after preemption'",
+)
+mistake(
+    "which-bug-ranks",
+    "only the first step behind a preemption",
+    {"if first != computed[request] or": "if (first and not computed[request]) or"},
+    expect="it is 'phases confused after preemption'",
+)
+mistake(
+    "which-bug-ranks",
+    "the first twenty tokens",
+    {"zip(*seen.tokens, strict=False)": "list(zip(*seen.tokens, strict=False))[:20]"},
+    expect="it is 'rank 1 samples for itself'",
+)
+mistake(
+    "which-bug-ranks",
     "only what was sent may be freed",
     {
         "reading.add(details[0])": "reading.discard(details[0])",
