@@ -249,7 +249,8 @@ def handover_on_a_clock() -> list[Handed]:
 @dataclass(frozen=True)
 class Played:
     """One way to serve. boxes: of each step (cards: "decode" or "prefill", start, end, "prompt", "decode" or "both");
-    gaps: seconds between two tokens of the sequences that decode; first: TTFT of each prompt."""
+    gaps: seconds between two tokens of the sequences that decode; first: TTFT of each prompt, its first token included.
+    """
 
     name: str
     boxes: tuple[tuple[str, float, float, str], ...]
@@ -291,21 +292,23 @@ def _together(name: str, cost: StepCost, chunk: int) -> Played:
 
 
 def _apart(cost: StepCost) -> Played:
-    boxes, first, joins, free = [], [], [], 0.0
+    """The first token comes of the first decode step after the hand-over: it computes the prompt's last token."""
+    boxes, waiting, free = [], [], 0.0
     for arrival in ARRIVALS:
         start = max(arrival, free)
-        free = start + cost.step([(0, LONG)])
+        free = start + cost.step([(0, LONG - 1)])
         boxes.append(("prefill", start, free, "prompt"))
-        first.append(free - arrival)
-        joins.append(free + HAND_OVER_S / 80)  # what the layers do not hide: the last one's
-    now, gaps, running = 0.0, [], [(CONTEXT, 1)] * RUNNING
+        waiting.append((arrival, free + HAND_OVER_S / 80))  # of the hand-over, layers hide all but the last one's
+    now, gaps, first, running = 0.0, [], [], [(CONTEXT, 1)] * RUNNING
     while now < UNTIL:
-        running += [(LONG, 1) for _ in [at for at in joins if at <= now]]
-        joins = [at for at in joins if at > now]
+        joining = [arrival for arrival, handed in waiting if handed <= now]
+        waiting = waiting[len(joining) :]
+        running += [(LONG - 1, 1)] * len(joining)
         seconds = cost.step(running)
         boxes.append(("decode", now, now + seconds, "decode"))
         now += seconds
         gaps.append(seconds)
+        first += [now - arrival for arrival in joining]
     return Played("four more cards prefill", tuple(boxes), tuple(gaps), tuple(first))
 
 

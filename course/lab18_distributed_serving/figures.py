@@ -23,7 +23,9 @@ def hand_over_or_recompute(model: str = "70B", tp: int = 4, hit: float = 0.0) ->
     for index, (name, rate) in enumerate(formulas.LINKS.items()):
         drawn = look(index)
         seconds = [formulas.handed_seconds(model, tokens, hit, tp, rate) * 1e3 for tokens in prompts]
-        axes.plot(prompts, seconds, color=drawn.color, marker=drawn.marker, label=f"over {name}, {rate / 1e9:g} GB/s")
+        axes.plot(
+            prompts, seconds, color=drawn.color, marker=drawn.marker, label=f"over {name}, {rate / 1e9:g} GB/s a rank"
+        )
     again = [formulas.recompute_seconds(model, tokens, hit, tp) * 1e3 for tokens in prompts]
     axes.plot(prompts, again, color=PALETTE["black"], linestyle="--", marker="", label="computed again")
     axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="ms")
@@ -63,7 +65,7 @@ def split_or_together(ttft_ms: float = 1000.0, tpot_ms: float = 40.0) -> Figure:
     axes.margins(x=0.06, y=0.15)
     log_ticks(axes.yaxis)
     axes.legend(loc="upper right")
-    headline(axes, "Apart, the cards sustain more requests within both limits, until prompts fill them",
+    headline(axes, "Apart, the cards sustain more requests, until a prompt alone takes most of the limit on TTFT",
              f"Llama 3 70B, 16 H100: prefill + decode; TTFT {ttft_ms:.0f}, TPOT {tpot_ms:.0f} ms; formula")  # fmt: skip
     return figure
 
@@ -147,7 +149,7 @@ def draw_interference(found: Sequence[Played], start: float = 0.15, end: float =
         for k, drawn in kinds.items()
     ]
     figure.legend(handles=entries, loc="outside lower center", ncols=3)
-    headline(figure, "A whole prompt stops every answer, chunks slow all of them, cards of its own do neither")
+    headline(figure, "A whole prompt stops every answer, chunks slow all of them, separate cards do neither")
     return figure
 
 

@@ -1,6 +1,6 @@
 """Lab 18's arithmetic: hand-overs of Llama 3, cards divided for its traffic, 405B on two nodes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from minillm.model import ModelConfig
@@ -11,7 +11,7 @@ from minillm.predict.planner.serving import Replica
 from minillm.predict.serving import handover
 
 NAMES = {"8B": "llama-3-8b", "70B": "llama-3-70b", "405B": "llama-3-405b"}
-LINKS = {"NVLink": 360e9, "a network card": 40e9, "10 GbE": 1.25e9}  # bytes/s of one card; the first two at 80 %
+LINKS = {"NVLink": 360e9, "a network card": 40e9, "10 GbE": 1.25e9}  # bytes/s of one rank; the first two at 80 %
 PROMPTS, OUTPUT, CARDS = (250, 500, 1000, 2000, 4000, 8000), 250, 16
 
 
@@ -36,17 +36,32 @@ def recompute_seconds(model: str, tokens: int, hit: float, tp: int) -> float:
     return replica.time_to_first() + behind / (tp * replica.cluster.device.flops * replica.cluster.device.attention)
 
 
-@cache
 def by_prompt(ttft_ms: float, tpot_ms: float) -> dict[int, dict[bool, Pools]]:
     """By the prompt's length, the best division and the best without one (by whether it is one)."""
-    model, machine, found = architecture(NAMES["70B"]), cluster("h100", CARDS), {}
-    for prompt in PROMPTS:
-        try:
-            plans = rank_pools(model, machine, prompt, OUTPUT, ttft=ttft_ms / 1e3, tpot=tpot_ms / 1e3, keep=1)
-        except ValueError:
-            plans = []
-        found[prompt] = {plan.split: plan for plan in plans}
-    return found
+    return {prompt: best_pools(prompt, ttft_ms / 1e3, tpot_ms / 1e3) for prompt in PROMPTS}
+
+
+@cache
+def best_pools(prompt: int, ttft: float | None, tpot: float | None) -> dict[bool, Pools]:
+    """For 70B within limits in seconds, or without: the best division and the best without one."""
+    try:
+        plans = rank_pools(
+            architecture(NAMES["70B"]), cluster("h100", CARDS), prompt, OUTPUT, ttft=ttft, tpot=tpot, keep=1
+        )
+    except ValueError:
+        plans = []
+    return {plan.split: plan for plan in plans}
+
+
+def layout_of(plan: Pools) -> str:
+    """Replicas × (tp, pp), those that prefill first."""
+    pools = ((plan.prefill, plan.prefill_tp, plan.prefill_pp), (plan.decode, plan.decode_tp, plan.decode_pp))
+    return " + ".join(f"{count} × ({tp}, {pp})" for count, tp, pp in pools if count)
+
+
+def decoding(plan: Pools) -> int:
+    """Sequences in a decode batch (Little): a replica has as many batches as stages, which take turns."""
+    return round(plan.rate * OUTPUT * plan.tpot / (plan.decode * plan.decode_pp))
 
 
 # 405B on two nodes.
@@ -54,11 +69,10 @@ def by_prompt(ttft_ms: float, tpot_ms: float) -> dict[int, dict[bool, Pools]]:
 
 @dataclass(frozen=True)
 class TwoNodes:
-    """tp and pp over 16 H100. weights: bytes on a card; tokens: that its cache holds; tpot: seconds of one sequence;
+    """A layout over 16 H100. weights: bytes on a card; tokens: that its cache holds; tpot: seconds of one sequence;
     crossing: bytes that cross the network for a token."""
 
-    tp: int
-    pp: int
+    layout: str
     weights: float
     tokens: int
     tpot: float
@@ -66,9 +80,10 @@ class TwoNodes:
 
 
 def two_nodes() -> list[TwoNodes]:
-    """Layouts of 405B on two nodes."""
+    """Layouts of 405B on two nodes: tp 16 twice, summed by a flat ring and in two levels."""
     model, machine = architecture(NAMES["405B"]), cluster("h100", 16)
-    return [_layout(model, machine, tp, pp) for tp, pp in ((16, 1), (8, 2), (4, 4))]
+    wide, *others = (_layout(model, machine, tp, pp) for tp, pp in ((16, 1), (8, 2), (4, 4)))
+    return [wide, _in_two_levels(wide, model, machine), *others]
 
 
 def _layout(model: Architecture, machine: Cluster, tp: int, pp: int) -> TwoNodes:
@@ -78,7 +93,17 @@ def _layout(model: Architecture, machine: Cluster, tp: int, pp: int) -> TwoNodes
         crossing = model.num_layers * 2 * 2 * 2 * (tp - 1) / tp * hidden
     else:
         crossing = tp * hidden  # one boundary lies between the nodes
-    return TwoNodes(tp, pp, replica.weights, int(replica.room / replica.per_token), replica.step(1) * pp, crossing)
+    name = f"tp {tp}, pp {pp}" if pp > 1 else f"tp {tp}, a flat ring"
+    return TwoNodes(name, replica.weights, int(replica.room / replica.per_token), replica.step(1) * pp, crossing)
+
+
+def _in_two_levels(wide: TwoNodes, model: Architecture, machine: Cluster) -> TwoNodes:
+    """tp 16 where each sum is an exchange of eighths in a node, a message across, and an exchange in the node again."""
+    hidden, sums, inside = 2 * model.hidden_size, 2 * model.num_layers, machine.per_node
+    ring, node = (Replica(model, machine, tp, 16 // tp, 1000, 0) for tp in (16, inside))
+    seconds = 2 * node.way.message(hidden * (inside - 1) / inside) + node.between.message(hidden / inside)
+    tpot = wide.tpot + sums * (seconds - ring.way.all_reduce(hidden))
+    return replace(wide, layout="tp 16, sums in two levels", tpot=tpot, crossing=sums * 2 * hidden)
 
 
 def fits_a_node(bits: int) -> tuple[float, float]:

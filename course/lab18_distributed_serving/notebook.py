@@ -26,8 +26,8 @@
 # >   ([vLLM 0.9.0](https://docs.vllm.ai/en/v0.9.0/features/disagg_prefill.html)). Without limits on latency. Within them
 # >   it often does, by larger decode batches, and for long prompts it can do the opposite: *Where it loses* counts both.
 # > - *"DistServe can serve 7.4x more requests or 12.6x tighter SLO"*
-# >   ([Zhong et al. 2024](https://arxiv.org/abs/2401.09670), abstract). At most, and within limits on both latencies. For
-# >   your lengths, limits and links it is another number, which *Where it loses* computes.
+# >   ([Zhong et al. 2024](https://arxiv.org/abs/2401.09670), abstract). At most, and with both limits kept for more than
+# >   90 % of requests. For your lengths and links it is another number; *Where it loses* computes it for limits on means.
 
 # %%
 import torch
@@ -88,9 +88,9 @@ decode_layer = check("decode-layer", decode_layer)
 
 # %% [markdown]
 # minillm's engine is made of the same layers as training: `over_ranks(group, FOLDER, use)` gives rank 0 an `LLM` and the
-# others the steps that it decides. Each step is told in one message. No token travels: every rank samples from the same
-# gathered logits with the same random numbers, or, where decoding is greedy, compares each rank's likeliest token. Here it
-# serves the committed target on two ranks:
+# others the steps that it decides. Each step is announced in one message. No token travels: every rank samples from the
+# same gathered logits with the same random numbers, or, where decoding is greedy, compares each rank's likeliest token.
+# Here it serves the committed target on two ranks:
 
 # %%
 served = experiments.two_ranks()
@@ -99,7 +99,8 @@ receipts.decode_step(served, guess_reduces)
 # %% [markdown]
 # ### Exercise 2 · a rank reads its own bytes (15 minutes)
 #
-# Eight ranks that each read the whole file read 141 GB eight times from the same disk. Cut what you *ask* for.
+# Eight ranks that each read the whole file read 141 GB of Llama 3 70B eight times from the same disk. Cut what you *ask*
+# for.
 
 
 # %%
@@ -137,9 +138,9 @@ load_part = check("sharded-load", load_part)
 # %% [markdown]
 # ## 2 · Stages
 #
-# Pipeline parallelism sends h numbers over each boundary and no all-reduce, so it is what slow links bear. But a token
-# passes all stages, one after the other: it is not sooner. While one batch is in the second stage the first could take
-# another, but never a sequence of that same batch: its next input is the token that is still on its way.
+# Pipeline parallelism needs no all-reduce: each rank of a stage sends h numbers over the boundary, which slow links bear.
+# But a token passes all stages, one after the other: it is not sooner. While one batch is in the second stage the first
+# could take another, but never a sequence of that same batch: its next input is the token that is still on its way.
 #
 # ### Exercise 3 · which batch may start? (15 minutes)
 
@@ -171,7 +172,8 @@ next_batch = check("next-batch", next_batch)
 receipts.stages(next_batch)
 
 # %% [markdown]
-# The engine takes `pp=2` as well. The same prompt in two stages sends a fraction of the bytes:
+# The engine takes `pp=2` as well. Beside the message that announces a step, which tp sends too, two stages send only h
+# numbers, and no collective runs:
 
 # %%
 receipts.engine_of_stages(served)
@@ -197,9 +199,10 @@ show(tpot_by_latency)
 receipts.over_links(linked, guess_slower)
 
 # %% [markdown]
-# Bytes hardly matter, rounds do: that is why tensor parallelism stays inside a node (NVLink, some 10 µs a message) and
-# pipelines cross nodes. Throughput has a simpler answer. Two replicas of one rank share nothing and write twice the tokens,
-# as long as the model fits on one: *split for latency, replicate for throughput*.
+# A token's sums are kilobytes, so the rounds decide; a prompt's are megabytes, and bytes decide. Links between nodes are
+# the slower ones in both, so tensor parallelism stays inside a node, and pipelines cross nodes. Throughput has a simpler
+# answer. Two replicas of one rank share nothing and write twice the tokens, as long as the model fits on one: *split for
+# latency, replicate for throughput*.
 #
 # ## 4 · Hand keys over
 #
@@ -304,9 +307,10 @@ show(behind_layers)
 receipts.hidden(handed, guess_hidden)
 
 # %% [markdown]
-# Slower cores hide less: each layer also pays for starting its message, a millisecond or more here.
+# Slower cores hide less: each layer also pays for starting its message.
 #
-# Computing the prompt again on the other side costs no link. Which is sooner depends on both; move the sliders:
+# Computing the prompt again on the other side costs no link. Which is sooner depends on the link, the model and tp; move
+# the sliders:
 
 # %%
 show(figures.hand_over_or_recompute)
@@ -317,9 +321,10 @@ sliders(figures.hand_over_or_recompute, model=["8B", "70B"], tp=[1, 2, 4, 8], hi
 # %% [markdown]
 # ## 5 · Split or together
 #
-# 32 sequences of Llama 3 70B decode on four H100, and three prompts of 8,000 tokens arrive. The same requests with whole
-# prompts, with chunks of 512, and with four more cards that prefill. A step's time is the roofline's at data-sheet peaks, so this is simulated, and a prompt
-# takes half the time that the planner gives it below, which counts what matrix products reach:
+# 32 sequences of Llama 3 70B decode on four H100, and three prompts of 8,000 tokens arrive (the figure shows the first
+# two). The same requests with whole prompts, with chunks of 512, and with four more cards that prefill, so twice the cards;
+# the next section keeps their number. This is simulated: a step's time is the roofline's at data-sheet peaks. The planner
+# below counts what matrix products reach, and a prompt takes longer there.
 
 # %%
 played = experiments.interference()
@@ -336,6 +341,9 @@ show(interference)
 receipts.interference(played)
 
 # %% [markdown]
+# Cards of their own keep the gaps as they were. They do not bring the first token sooner than a whole prompt: after the
+# last layer's hand-over it waits for the next decode step and for that step. Chunks cost more.
+#
 # ### Exercise 5 · choose the split (20 minutes)
 #
 # One card computes a prompt in prompt_s, and prompts arrive at random, so one waits for r·prompt_s² / 2(1 - r·prompt_s) in
@@ -372,10 +380,10 @@ choose_split = check("choose-split", choose_split)
 receipts.splits(guess_prefill)
 
 # %% [markdown]
-# Apart, one replica decodes everybody's tokens in one large batch and reads its weights once, where each of several
-# replicas reads its own. Together, no card waits for the other kind of work; both ways hold the weights four times here. A
-# mean TPOT hides what a whole prompt between two steps does to it: the *longest gap* shows it. If that is your limit, as
-# for speech, split, or use small chunks.
+# Apart, one replica decodes everybody's tokens in large batches, as many as it has stages, which take turns. Together, each
+# of four replicas reads all weights for a small batch, but no card waits for the other kind of work. Both ways hold the
+# weights four times here. A mean TPOT hides what a whole prompt between two steps does to it: the *longest gap* shows it.
+# If that is your limit, as for speech, split, or use small chunks.
 #
 # ## Break it
 #
@@ -450,7 +458,7 @@ receipts.programs(verdict)
 # ## Where it loses
 #
 # Section 3: two ranks over a slow link are slower than one. Section 2: stages do not make a token sooner. And the split, in
-# requests per second within the same limits on TTFT and the mean TPOT, by the shape of the traffic:
+# requests per second within the same limits on TTFT and the mean TPOT, by the shape of the traffic, and without limits:
 
 # %%
 show(figures.split_or_together)
@@ -461,9 +469,9 @@ receipts.where_the_split_loses()
 # %% [markdown]
 # Cards of two kinds come in whole numbers, and the cache of the cards that prefill holds prompts only. A rate that changes
 # from hour to hour wants another division each time. And a prompt that alone takes most of the limit on TTFT leaves no time
-# to wait, so the cards that prefill are idle for much of the time: at 8,000 tokens the split loses, and under a looser
-# limit it would win. It earns its keep with many cards, a tight limit on TPOT or on the longest gap, and prompts that are
-# quick beside their limit.
+# to wait, so the cards that prefill are idle for much of the time: at 8,000 tokens the split loses, and with a TTFT of 2 s
+# it wins. Without limits the same cards do more together. The split earns its keep with many cards, a tight limit on TPOT
+# or on the longest gap, and prompts that are quick beside their limit.
 #
 # ## The same in production
 #
@@ -500,8 +508,8 @@ design.interview()
 # **1. Why does tensor parallelism speed up decoding, and why not by t?**
 # <details><summary>Answer</summary>
 #
-# A step reads weights and cache, and each rank has 1/t of both. Two all-reduces a layer and the small kernels do not
-# shrink. At some t what does not shrink is most of the step.
+# A step reads weights and cache, and each rank has 1/t of both (of the cache only up to as many ranks as kv heads). Two
+# all-reduces a layer and the small kernels do not shrink. At some t what does not shrink is most of the step.
 # </details>
 #
 # **2. tp 8 or eight replicas?**
@@ -514,8 +522,8 @@ design.interview()
 # **3. What does a pipeline do for a server?**
 # <details><summary>Answer</summary>
 #
-# It makes a model fit over a slow link: h numbers a token and boundary. A token takes all stages' time. With as many batches
-# as stages no stage idles, and a sequence is in one batch only.
+# It makes a model fit over a slow link: a token sends h numbers over a boundary from each rank of a stage. A token takes
+# all stages' time. With as many batches as stages no stage idles, and a sequence is in one batch only.
 # </details>
 #
 # **4. What is handed over, and how is it hidden?**
@@ -552,9 +560,12 @@ design.two_nodes()
 # <details><summary>D1: a worked answer</summary>
 #
 # Weights are 812 GB, more than the 640 GB of a node, so both are needed, and 51 GB of each card are weights. tp 16 adds up
-# over the network twice a layer, here by a ring; a tree needs fewer rounds and still 252 sums in turn. tp 8 in each node
-# and pp 2 crosses it once a token. Its TPOT is the sum of both stages. With weights in 8 bits the model fits into *one* node with tp 8: then two nodes are two replicas, or one that
-# prefills and one that decodes, and the question of the network is a question of hand-overs.
+# over the network twice a layer. By a flat ring these sums are nearly all of a token's time. By an exchange in each node,
+# one message across and another exchange, tp 16 is quicker than tp 8, pp 2, where such a message takes 25 µs. Against it
+# speak 252 waits for the network in every token, and half of the cache: 405B has 8 kv heads, so 16 ranks keep each twice.
+# tp 8 in each node and pp 2 crosses the network once a token, where each of 8 ranks sends its copy of the h numbers. Its
+# TPOT is the sum of both stages. With weights in 8 bits the model fits into *one* node with tp 8: then two nodes are two
+# replicas, or one that prefills and one that decodes, and the network carries hand-overs.
 # </details>
 #
 # ### Capstone (open)

@@ -10,9 +10,6 @@ from course.lab18_distributed_serving import experiments_breaks as breaks
 from course.lab18_distributed_serving.experiments import Handed, Linked, Played, TwoRanks
 from course.lab18_distributed_serving.pipeline import Trace, play
 from course.shared.table import Table, table
-from minillm.predict.planner.architectures import architecture
-from minillm.predict.planner.clusters import cluster
-from minillm.predict.planner.pools import rank_pools
 from minillm.predict.serving import handover, ranks
 
 ANSWERS = answers_of("18_distributed_serving")
@@ -28,7 +25,7 @@ def decode_step(found: TwoRanks | None = None, guess_reduces: float | None = Non
     calls = ranks.step_calls(shape, 2, 1, likeliest=1)
     yield row("all-reduces: 2 a layer and the embedding's", 2 * shape.num_layers + 1, tp.all_reduces)
     yield row("bytes that rank 0 sends in collectives", ranks.sent_bytes(calls, 2), tp.collectives, "B")
-    yield row("bytes of the message that tells the step", _message(), tp.told, "B")
+    yield row("bytes of the message that announces the step", _message(), tp.told, "B")
     yield formula("Llama 3 70B: all-reduces a token, in its layers", 2 * 80, guess=guess_reduces)
     yield row("tokens of a plain loop in one process", True, tp.ids == found.alone)
     yield row("parameters on rank 0: matrices / 2, norms whole", ranks.weight_bytes(shape, 2, 1), tp.parameters)
@@ -43,9 +40,9 @@ def engine_of_stages(found: TwoRanks | None = None) -> Iterator[Row]:
     """What a decode step sends under pipeline parallelism."""
     found = found or experiments.two_ranks()
     yield row("bytes to the next stage: h numbers", ranks.hidden_bytes(found.shape, 1), found.pp.hidden, "B")
+    yield row("collectives", 0, found.pp.all_reduces)
     yield row("four answers: steps under way", 2, found.flight)
     yield row("greedy tokens: those of one process", True, found.pp.ids == found.alone)
-    yield row("collectives", 0, found.pp.all_reduces)
 
 
 # Stages.
@@ -83,12 +80,10 @@ def over_links(found: list[Linked] | None = None, guess_slower: float | None = N
         rows.append(row(f"{name}: seconds per token", each.predicted, each.measured, "s", 0.25, noisy=True))
     slower = experiments.slower_from() * 1e3
     rows.append(formula("slower than one rank from a latency of (ms)", slower, guess=guess_slower))
-    replicas, split = found[0], found[2]
-    rows.append(
-        row("two replicas: tokens per second", 2 / replicas.predicted, 2 / replicas.measured, "", 0.25, noisy=True)
-    )
-    rows.append(row("two ranks of one, 8 ms: the same", 1 / split.predicted, 1 / split.measured, "", 0.25, noisy=True))
-    return receipt("a token over emulated links", rows, open_rows=1, show="24 ms|slower|tokens per second|of one")
+    for name, each, count in (("two replicas", found[0], 2), ("one replica on two ranks, 8 ms", found[2], 1)):
+        rates = (count / each.predicted, count / each.measured)
+        rows.append(row(f"{name}: tokens per second", *rates, "", 0.25, noisy=True))
+    return receipt("a token over emulated links", rows, open_rows=1, show="24 ms|slower|tokens per second")
 
 
 # Hand-overs.
@@ -167,9 +162,8 @@ def prompts_interfere() -> Iterator[Row]:
 
 def splits(guess_prefill: float | None = None) -> Receipt:
     """The best division of 16 H100 for Llama 3 70B, and the same cards doing both."""
-    plans = rank_pools(architecture("llama-3-70b"), cluster("h100", 16), 4000, 250, ttft=1.5, tpot=0.04, keep=1)
-    apart = next(plan for plan in plans if plan.split)
-    together = next(plan for plan in plans if not plan.split)
+    plans = formulas.best_pools(4000, 1.5, 0.04)
+    apart, together = plans[True], plans[False]
     prefilling = apart.prefill * apart.prefill_tp * apart.prefill_pp
     return receipt(
         "Llama 3 70B on 16 H100, prompts of 4,000, answers of 250; TTFT 1.5 s, TPOT 40 ms",
@@ -177,20 +171,28 @@ def splits(guess_prefill: float | None = None) -> Receipt:
             formula("apart: cards that prefill", prefilling, guess=guess_prefill),
             formula("requests per second: apart, together", (apart.rate, together.rate)),
             formula("longest gap between two tokens: apart, together", (apart.gap * 1e3, together.gap * 1e3), "ms"),
+            formula("replicas × (tp, pp): apart, together", (formulas.layout_of(apart), formulas.layout_of(together))),
+            formula("sequences in a decode batch: apart, together", tuple(map(formulas.decoding, (apart, together)))),
         ],
+        open_rows=5,
     )
 
 
 def where_the_split_loses() -> Table:
-    """What the figure shows, in numbers."""
+    """What the figure shows, in numbers, and other limits."""
+    cases = [(prompt, "", 1.0, 0.04) for prompt in formulas.PROMPTS]
+    cases += [(8000, ", TTFT 2 s", 2.0, 0.04), *((prompt, ", no limits", None, None) for prompt in (4000, 8000))]
     lines = []
-    for prompt, plans in formulas.by_prompt(1000.0, 40.0).items():
-        apart, together = plans.get(True), plans.get(False)
-        rates = [f"{plan.rate:.1f}" if plan else "none" for plan in (apart, together)]
-        gaps = [f"{plan.gap * 1e3:.0f} ms" if plan else "—" for plan in (apart, together)]
-        lines.append((f"{prompt:,} tokens", *rates, *gaps))
-    columns = ("prompt", "apart: requests/s", "together", "apart: longest gap", "together")
-    return table("Llama 3 70B on 16 H100, answers of 250; TTFT 1 s, TPOT 40 ms on average; formula", columns, lines)
+    for prompt, name, ttft, tpot in cases:
+        plans = formulas.best_pools(prompt, ttft, tpot)
+        apart, together = ([f"{plan.rate:.1f}", f"{plan.gap * 1e3:.0f} ms", formulas.layout_of(plan)] if plan else
+                           ["none", "—", "—"] for plan in (plans.get(True), plans.get(False)))  # fmt: skip
+        lines.append((f"{prompt:,} tokens{name}", *apart, *together))
+    columns = [f"{way}: {what}" for way in ("apart", "together") for what in ("requests/s", "longest gap", "layout")]
+    title = (
+        "Llama 3 70B on 16 H100, answers of 250; TTFT 1 s, TPOT 40 ms on average; layout: replicas × (tp, pp); formula"
+    )
+    return table(title, ("prompt", *columns), lines)
 
 
 # Break it.

@@ -1,32 +1,30 @@
 """Lab 18's numbers for the interview corner and the design question, by formula."""
 
-from course.kit.receipts import Receipt, formula, receipt
 from course.lab18_distributed_serving import formulas
-from course.shared.table import Table, table
+from course.shared.table import Table, seconds, table
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
 from minillm.predict.planner.serving import decode_seconds
 from minillm.predict.serving import handover
 
 
-def interview() -> Receipt:
+def interview() -> Table:
     """TPOT by tp, a hand-over's bytes and seconds."""
     model, machine = architecture("llama-3-70b"), cluster("h100", 8)
-    rows = [
-        formula(f"Llama 3 70B, one sequence: TPOT with tp {tp}", decode_seconds(model, machine, tp), "s")
-        for tp in (2, 4, 8)
-    ]
     handed = handover.handed_bytes(formulas.shape_of("70B"), 4000)
-    rows.append(formula("4,000 tokens: bytes handed over", handed, "B"))
-    rows.append(formula("    over four cards of 40 GB/s, before layers hide them", handed / 160e9, "s"))
-    rows.append(formula("    computed again with tp 4", formulas.recompute_seconds("70B", 4000, 0.0, 4), "s"))
-    return receipt("numbers to say aloud", rows, open_rows=1, show="handed")
+    lines = [(f"one sequence: TPOT with tp {tp}", seconds(decode_seconds(model, machine, tp))) for tp in (2, 4, 8)]
+    lines += [
+        ("4,000 tokens handed over", f"{handed / 1e6:,.0f} MB"),
+        ("    by four cards of 40 GB/s, before layers hide them", seconds(handed / 160e9)),
+        ("    computed again with tp 4", seconds(formulas.recompute_seconds("70B", 4000, 0.0, 4))),
+    ]
+    return table("Llama 3 70B on H100; formula", ("numbers to say aloud", ""), lines)
 
 
 def two_nodes() -> Table:
     """405B in 16 bits on 16 H100, by layout."""
     lines = [
-        (f"tp {each.tp}, pp {each.pp}", f"{each.weights / 1e9:.1f} GB", f"{each.tokens:,}", f"{each.tpot * 1e3:.1f} ms",
+        (each.layout, f"{each.weights / 1e9:.1f} GB", f"{each.tokens:,}", f"{each.tpot * 1e3:.1f} ms",
          f"{each.crossing / 1e6:.2f} MB")
         for each in formulas.two_nodes()
     ]  # fmt: skip

@@ -18,13 +18,16 @@ ANSWERS, said = answers_of("18_distributed_serving"), numbers_of("18_distributed
 
 
 def test_the_design_question_has_the_numbers_of_its_answer():
-    model, (wide, deep, _) = architecture("llama-3-405b"), formulas.two_nodes()
+    model, (wide, levels, deep, _) = architecture("llama-3-405b"), formulas.two_nodes()
     weights, node, card = said(
         r"Weights are (\d+) GB, more than the (\d+) GB of a node, so both .*? and (\d+) GB of each"
     )
     assert (weights, card) == (round(2 * model.parameters / 1e9), round(deep.weights / 1e9))
     assert node == 8 * 80 < weights
-    assert deep.tpot < wide.tpot and deep.crossing < wide.crossing
+    assert levels.tpot < deep.tpot < 0.2 * wide.tpot and deep.crossing < levels.crossing < wide.crossing
+    waits, latency = said(r"speak (\d+) waits"), said(r"such a message takes (\d+) µs")
+    assert waits == (2 * model.num_layers,) and latency == (round(1e6 * cluster("h100", 16).latency[1]),)
+    assert levels.tokens * 2 == deep.tokens and said(r"405B has (\d+) kv heads") == (model.num_kv_heads,)
     held, usable = formulas.fits_a_node(8)
     assert held < usable, "in 8 bits it fits into one node"
     plans = rank_serving(model, cluster("h100", 16), 1000, 100, keep=30)
@@ -32,7 +35,7 @@ def test_the_design_question_has_the_numbers_of_its_answer():
 
 
 def test_exercise_2_speaks_of_the_weights_of_70b():
-    (gigabytes,) = said(r"read the whole file read (\d+) GB")
+    (gigabytes,) = said(r"read the whole file read (\d+) GB of")
     assert gigabytes == round(2 * architecture("llama-3-70b").parameters / 1e9)
 
 
@@ -63,6 +66,8 @@ def test_interference_computes_the_same_prompts_in_each_way():
         for cards, begin, stop, _ in played.boxes:
             assert ends.get(cards, 0.0) <= begin < stop
             ends[cards] = stop
+    whole, chunks, apart = (sum(played.first) for played in experiments.interference())
+    assert whole < apart < chunks
 
 
 def test_a_hit_shortens_both_ways_to_get_keys():
@@ -86,5 +91,9 @@ def test_the_figures_say_what_they_show():
 
 def test_the_split_that_the_text_asks_for_is_that_of_the_receipt():
     rows = {row.name: row.predicted for row in receipts.splits().rows}
+    plans = formulas.best_pools(4000, 1.5, 0.04)
+    assert (plans[True].decode, plans[False].decode, plans[True].prefill + 1) == (1, 4, 4)
+    loose, free = formulas.best_pools(8000, 2.0, 0.04), formulas.best_pools(8000, None, None)
+    assert loose[True].rate > loose[False].rate and free[True].rate < free[False].rate
     assert rows["apart: cards that prefill"] < formulas.CARDS
     assert said(r"prompts of ([\d,]+) tokens arrive") == (experiments.LONG,)
