@@ -26,8 +26,7 @@ BEAT_S = 5.0  # rank 0 is heard this often while there is nothing to compute, so
 
 
 class RankRunner(Runner):
-    """Executes its steps on this rank alone until `lead` or `follow` is called, on all ranks: for the steps that warm
-    it up, which are the same everywhere.
+    """Warm-up steps run on each rank alone; after `lead` on rank 0 and `follow` on the others, rank 0 tells the steps.
 
     told_s: seconds that rank 0 has spent on telling steps. waited_s: seconds that this rank has waited for a step, or
     for what another stage computes (`stage_runner.py`).
@@ -46,6 +45,7 @@ class RankRunner(Runner):
         """On rank 0: from now on the others are told."""
         self._leads, self._last = True, time.monotonic()
 
+    @torch.inference_mode()
     def follow(self) -> None:
         """On the others: executes what rank 0 tells until it ends."""
         while True:

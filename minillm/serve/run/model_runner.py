@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from minillm.model import Transformer
@@ -86,9 +85,8 @@ class Runner:
     def ready(self) -> None:
         """Called before each step, also one without tokens. RuntimeError if none can be executed any more."""
 
-    @torch.inference_mode()
     def execute(self, step: StepInputs) -> StepOutputs:
-        """The pass, and the sampling if it is asked for. Nobody waits for the device here."""
+        """The pass, and the sampling if it is asked for. In inference mode; nobody waits for the device here."""
         before, self._sampled = self._sampled, None
         self.moved = 0
         self._move_blocks(step.moves)
@@ -139,9 +137,11 @@ class Runner:
             if logits is not None:
                 return StepOutputs(logits)
         arrays = of_tokens | {"rows": step.rows, "wanted": step.wanted}
-        arrays |= {"table_places": step.table_places, "table_blocks": step.table_blocks}
+        if changed := len(step.table_places) > 0:
+            arrays |= {"table_places": step.table_places, "table_blocks": step.table_blocks}
         there = dict(zip(arrays, to_device(list(arrays.values()), self.cache.pool.device), strict=True))
-        tables.write_on_device(there["table_places"], there["table_blocks"])
+        if changed:
+            tables.write_on_device(there["table_places"], there["table_blocks"])
         tokens = fill_placeholders(there["tokens"], before)[None]
         attention, outputs = self._attention(step, there), StepOutputs()
         adapted = nullcontext() if step.adapters is None else self.routed(step.adapters, step.counts)

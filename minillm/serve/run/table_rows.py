@@ -8,6 +8,8 @@ import numpy as np
 
 from minillm.serve.schedule.sequence import Sequence
 
+NO_CHANGES = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+
 
 class TableRows:
     """rows, width: size of the block tables; there are rows for all sequences of a step. kinds: 2 where the pool has
@@ -53,6 +55,8 @@ class TableRows:
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
         """`StepInputs.table_places` and `table_blocks`, for whoever writes them."""
+        if not self._places:
+            return NO_CHANGES
         changes = np.array(self._places, np.int64), np.array(self._blocks, np.int64)
         self._places, self._blocks = [], []
         return changes

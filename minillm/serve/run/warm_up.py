@@ -6,6 +6,7 @@ each power of two of the splits of a sequence's keys. They write into block 0, w
 """
 
 import numpy as np
+import torch
 
 from minillm.model.paged.split import MIN_KEYS
 from minillm.serve.run.model_runner import Runner
@@ -14,6 +15,7 @@ from minillm.serve.run.step_inputs import StepInputs
 NOTHING = np.zeros(0, np.int64)
 
 
+@torch.inference_mode()
 def warm_up(runner: Runner, token_budget: int) -> None:
     """token_budget: tokens of the largest pass."""
     if runner.graphs is not None:

@@ -50,7 +50,7 @@ def no_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, *sizes: Any, window:
 
 def decoding_waits(sequences: int, **params) -> Counter[str]:
     """Of one step in which so many sequences decode."""
-    plain = torch.inference_mode(False)(torch.no_grad()(Runner.execute.__wrapped__))  # in that mode the node sees none
+    plain = torch.inference_mode(False)(torch.no_grad()(Runner.execute))  # in that mode the node sees none
     with pretend_node() as node, mock.patch.object(Runner, "execute", plain):
         model = Transformer(DENSE, seed=0).to("cuda:0")
         llm = LLM(model, num_blocks=64, block_size=4, backend=no_attention, graphs=False)
