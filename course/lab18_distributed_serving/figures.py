@@ -65,7 +65,7 @@ def split_or_together(ttft_ms: float = 1000.0, tpot_ms: float = 40.0) -> Figure:
     axes.margins(x=0.06, y=0.15)
     log_ticks(axes.yaxis)
     axes.legend(loc="upper right")
-    headline(axes, "Apart, the cards sustain more requests, until a prompt alone takes most of the limit on TTFT",
+    headline(axes, "Apart, the cards sustain more, until one prompt nearly fills the limit on TTFT",
              f"Llama 3 70B, 16 H100: prefill + decode; TTFT {ttft_ms:.0f}, TPOT {tpot_ms:.0f} ms; formula")  # fmt: skip
     return figure
 
