@@ -128,9 +128,16 @@ def by_axis(runs: Runs | None = None) -> Iterator[Row]:
             yield row(f"{name}: over {axis}", due[axis], sent.get(axis), "B")
 
 
-@titled("bytes of a layer per rank", open_rows=1, show="^4 ranks")
+@titled("bytes of a layer per rank", open_rows=1)
 def fsdp_or_tensor(runs: Runs | None = None) -> Iterator[Row]:
     runs = runs or _bytes_only()
+    whole = {
+        name: sum(experiments.measured_by_axis(runs[name], LAYOUTS[name]).values()) for name in ("dp 4, zero 3", "tp 4")
+    }
+    width, batch = experiments.MODEL.hidden_size, 8 * experiments.SEQ
+    due = {name: sum(experiments.bytes_by_axis(name).values()) for name in whole}
+    share, expected = whole["tp 4"] / whole["dp 4, zero 3"], due["tp 4"] / due["dp 4, zero 3"]
+    yield row(f"4 ranks, H {width}, {batch} tokens: tensor parallel / FSDP, bytes by ledger", expected, share, "", 1e-6)
     hidden = plans.SEVENTY.hidden_size
     tokens = round(plans.equal_tokens(hidden))
     sharded, tensor = plans.layer_traffic(hidden, tokens, 8)
@@ -147,13 +154,6 @@ def fsdp_or_tensor(runs: Runs | None = None) -> Iterator[Row]:
         "    tokens at which both send the same, for a 70B layer (12.8 H² parameters)",
         plans.equal_tokens(hidden, plans.squares(plans.SEVENTY)),
     )
-    whole = {
-        name: sum(experiments.measured_by_axis(runs[name], LAYOUTS[name]).values()) for name in ("dp 4, zero 3", "tp 4")
-    }
-    width, batch = experiments.MODEL.hidden_size, 8 * experiments.SEQ
-    due = {name: sum(experiments.bytes_by_axis(name).values()) for name in whole}
-    share, expected = whole["tp 4"] / whole["dp 4, zero 3"], due["tp 4"] / due["dp 4, zero 3"]
-    yield row(f"4 ranks, H {width}, {batch} tokens: tensor parallel / FSDP, bytes by ledger", expected, share, "", 1e-6)
 
 
 # Plans.
