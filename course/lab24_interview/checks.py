@@ -101,10 +101,8 @@ def check_merge(learner: Any) -> list[Row]:
 def check_dispatch(learner: Any) -> list[Row]:
     rows = []
     small = (2, 2, 5, 1), (4, 2, random.randint(8, 60), 2), (3, 4, 1, 3), (4, 1, 0, 2)
-    for ranks, each, tokens, k in (
-        *small,
-        (30, 10, 1000, 8),
-    ):  # the last: too many for 8 bits, or for expert · 1000 + place
+    large = (30, 10, 1000, 8)  # too many experts for 8 bits, too many pairs for expert · 1000 + place
+    for ranks, each, tokens, k in (*small, large):
         experts = torch.rand(tokens, ranks * each).argsort(1)[:, :k]  # part of a table, so not contiguous
         pairs = sorted((expert, place) for place, expert in enumerate(experts.reshape(-1).tolist()))
         expected = [place for _, place in pairs]
