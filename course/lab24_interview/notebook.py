@@ -239,8 +239,9 @@ adamw_step = check("adamw", adamw_step)
 # Muon ([Jordan et al. 2024](https://kellerjordan.github.io/posts/muon/)) replaces the momentum of a weight matrix by a
 # matrix with the same singular vectors whose singular values lie between about 0.7 and 1.2 after 5 steps, except those
 # below about 0.0015 of its norm, which need more. It needs no decomposition: scale X = g / ‖g‖ with the Frobenius norm,
-# then repeat `steps` times X ← a·X + (b·A + c·A·A)·X with A = X·Xᵀ and (a, b, c) = (3.4445, -4.7750, 2.0315), which maps each singular value s to a·s + b·s³ + c·s⁵. Use matrix
-# products only, and no matrix larger than g: where g has more rows than columns, iterate on its transpose.
+# then repeat `steps` times X ← a·X + (b·A + c·A·A)·X with A = X·Xᵀ and (a, b, c) = (3.4445, -4.7750, 2.0315), which
+# maps each singular value s to a·s + b·s³ + c·s⁵. Use matrix products only, and no matrix larger than g: where g has
+# more rows than columns, iterate on its transpose.
 
 
 # %%
