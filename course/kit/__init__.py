@@ -8,7 +8,7 @@ from importlib import import_module
 
 from course.kit.answers import answers_of
 from course.kit.checks import check, finish, hint
-from course.kit.exercises import CheckFailed, alternative, exercise, mistake
+from course.kit.exercises import CheckFailed, KnownAnswers, exercise
 from course.kit.receipts import Receipt, Row, formula, receipt, row
 
 _LAZY = {
@@ -19,16 +19,15 @@ _LAZY = {
 
 __all__ = [
     "CheckFailed",
+    "KnownAnswers",
     "Receipt",
     "Row",
-    "alternative",
     "answers_of",
     "check",
     "exercise",
     "finish",
     "formula",
     "hint",
-    "mistake",
     "receipt",
     "row",
     *_LAZY,

@@ -1,7 +1,7 @@
 """The registry of exercises: what to verify, which hints to give, which known answers a check must tell apart.
 
     course/lab01_collectives/checks.py     @exercise(...) on each verifier of lab 01
-    course/lab01_collectives/mistakes.py   @mistake(...) and @alternative(...): known answers
+    course/lab01_collectives/mistakes.py   KnownAnswers(...): mistakes and alternatives
 
 A verifier takes the learner's object (nearly always a function), uses it for real and returns a Receipt or a list of
 rows; it raises CheckFailed("what is wrong, in the learner's words") or returns a row that is off. What it draws, it
@@ -145,27 +145,49 @@ def exercise(
     return register
 
 
-def mistake(
-    exercise: str, label: str, edits: dict[str, str] | None = None, *, says: str = "", expect: str = ""
-) -> Callable[[Any], Any]:
-    """Register a wrong answer learners really write; the check must reject it.
+@dataclass(frozen=True)
+class KnownAnswers:
+    """Registers answers to one exercise that its check must tell apart, wrong ones that people write and right ones.
 
-    edits: {old: new}, where it is the master's answer but for these texts, each of which stands once in the cell that
-    checks it. Otherwise decorate the answer, or call what is returned with it.
-    says: the sentence that tells what is wrong with it; it is written here and nowhere else. expect: instead of it,
-    where the check itself knows: a regular expression for its message, searched without regard to case.
+    edits: {old: new}, where an answer is the master's but for these texts, each of which stands once in the cell that
+    checks it. Otherwise decorate the answer, or call what is returned with it. here: False registers nothing (what the
+    exercise runs on is not installed).
     """
-    if bool(says) == bool(expect):
-        raise ValueError(
-            f"mistake '{label}' of '{exercise}' needs says=, the sentence that it draws, or expect=, a pattern of the "
-            "check's own message (one of them)"
-        )
-    return _answer(exercise, label, edits, says, expect)
 
+    exercise: str
+    here: bool = True
 
-def alternative(exercise: str, label: str, edits: dict[str, str] | None = None) -> Callable[[Any], Any]:
-    """Register another correct answer; the check must accept it. edits: as in `mistake`."""
-    return _answer(exercise, label, edits)
+    def mistake(
+        self, label: str, edits: dict[str, str] | None = None, *, says: str = "", expect: str = ""
+    ) -> Callable[[Any], Any]:
+        """A wrong answer learners really write; the check must reject it.
+
+        says: the sentence that tells what is wrong with it; it is written here and nowhere else. expect: instead of it,
+        where the check itself knows: a regular expression for its message, searched without regard to case.
+        """
+        if bool(says) == bool(expect):
+            raise ValueError(
+                f"mistake '{label}' of '{self.exercise}' needs says=, the sentence that it draws, or expect=, a "
+                "pattern of the check's own message (one of them)"
+            )
+        return self._add(label, edits, says, expect)
+
+    def alternative(self, label: str, edits: dict[str, str] | None = None) -> Callable[[Any], Any]:
+        """Another correct answer; the check must accept it."""
+        return self._add(label, edits)
+
+    def _add(self, label: str, edits: dict[str, str] | None, says: str = "", expect: str = "") -> Callable[[Any], Any]:
+        def register(candidate: Any) -> Any:
+            known = _answers.get((self.exercise, label))
+            if known and _origin(known.given) != _origin(candidate):
+                raise ValueError(f"'{self.exercise}' has two answers labelled '{label}'; give each its own label")
+            if self.here:
+                _answers[self.exercise, label] = Answer(self.exercise, label, candidate, says, expect)
+            return candidate
+
+        if edits is not None:
+            register(Edits(self.exercise, edits))
+        return register
 
 
 def find(name: str) -> Exercise:
@@ -194,21 +216,6 @@ def answers(name: str = "") -> list[Answer]:
     for module in _modules("mistakes", find(name).lab if name else ""):
         import_module(module)
     return [answer for answer in _answers.values() if name in ("", answer.exercise)]
-
-
-def _answer(
-    exercise: str, label: str, edits: dict[str, str] | None, says: str = "", expect: str = ""
-) -> Callable[[Any], Any]:
-    def register(candidate: Any) -> Any:
-        known = _answers.get((exercise, label))
-        if known and _origin(known.given) != _origin(candidate):
-            raise ValueError(f"'{exercise}' has two answers labelled '{label}'; give each its own label")
-        _answers[exercise, label] = Answer(exercise, label, candidate, says, expect)
-        return candidate
-
-    if edits is not None:
-        register(Edits(exercise, edits))
-    return register
 
 
 def _origin(given: Any) -> Any:

@@ -4,35 +4,35 @@ import torch
 import torch.distributed as dist
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("01_collectives")
 
 
 # Ring reduce-scatter
 
-mistake(
-    "ring-reduce-scatter",
+ring_reduce_scatter = KnownAnswers("ring-reduce-scatter")
+
+ring_reduce_scatter.mistake(
     "chunk-off-by-one",
     {"r - s - 1": "r - s", "r - s - 2": "r - s - 1", "chunks[r]": "chunks[(r + 1) % n]"},
     expect=r"chunk \d \(its own is chunk \d\): off by one",
 )
-mistake("ring-reduce-scatter", "only-n-minus-2-rounds", {"range(n - 1)": "range(1, n - 1)"}, expect="without rank")
-mistake(
-    "ring-reduce-scatter", "a-round-too-many", {"range(n - 1)": "range(n if n > 1 else 0)"}, expect="one round too many"
+ring_reduce_scatter.mistake("only-n-minus-2-rounds", {"range(n - 1)": "range(1, n - 1)"}, expect="without rank")
+ring_reduce_scatter.mistake(
+    "a-round-too-many", {"range(n - 1)": "range(n if n > 1 else 0)"}, expect="one round too many"
 )
-mistake("ring-reduce-scatter", "adds-to-the-sent-chunk", {"r - s - 2": "r - s - 1"}, expect="returned a wrong chunk")
-mistake("ring-reduce-scatter", "divides", {"return chunks[r]": "return chunks[r] / n"}, expect="divided by the 4 ranks")
-mistake("ring-reduce-scatter", "destroys-input", {"x.clone()": "x"}, expect="changed its input .x., which")
-mistake(
-    "ring-reduce-scatter",
+ring_reduce_scatter.mistake("adds-to-the-sent-chunk", {"r - s - 2": "r - s - 1"}, expect="returned a wrong chunk")
+ring_reduce_scatter.mistake("divides", {"return chunks[r]": "return chunks[r] / n"}, expect="divided by the 4 ranks")
+ring_reduce_scatter.mistake("destroys-input", {"x.clone()": "x"}, expect="changed its input .x., which")
+ring_reduce_scatter.mistake(
     "one-buffer-for-both",
     {"recv=(arriving": "recv=(chunks[(r - s - 1) % n]", "+= arriving": "+= chunks[(r - s - 1) % n]"},
     expect="returned a wrong chunk",
 )
 
 
-@mistake("ring-reduce-scatter", "whole-tensor-every-round", expect="times as many: in each round send one chunk")
+@ring_reduce_scatter.mistake("whole-tensor-every-round", expect="times as many: in each round send one chunk")
 def sends_everything(x, group):
     n, r = group.world_size, group.rank
     total, travelling = x.clone(), x.clone()
@@ -44,14 +44,10 @@ def sends_everything(x, group):
     return total.chunk(n)[r]
 
 
-mistake(
-    "ring-reduce-scatter",
-    "returns-the-whole-tensor",
-    {"return chunks[r]": "return torch.cat(chunks)"},
-    expect="its own chunk of the sum",
+ring_reduce_scatter.mistake(
+    "returns-the-whole-tensor", {"return chunks[r]": "return torch.cat(chunks)"}, expect="its own chunk of the sum"
 )
-mistake(
-    "ring-reduce-scatter",
+ring_reduce_scatter.mistake(
     "blocking-sends",
     {
         "group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))": (
@@ -62,7 +58,7 @@ mistake(
 )
 
 
-@mistake("ring-reduce-scatter", "straight-to-the-owner", expect="which is not its neighbour")
+@ring_reduce_scatter.mistake("straight-to-the-owner", expect="which is not its neighbour")
 def sends_each_chunk_to_its_owner(x, group):
     n, r = group.world_size, group.rank
     chunks = x.chunk(n)
@@ -73,20 +69,19 @@ def sends_each_chunk_to_its_owner(x, group):
     return mine
 
 
-@mistake("ring-reduce-scatter", "ready-made", expect="you called reduce_scatter")
+@ring_reduce_scatter.mistake("ready-made", expect="you called reduce_scatter")
 def calls_the_group(x, group):
     return group.reduce_scatter(x)
 
 
-@mistake("ring-reduce-scatter", "torch-distributed", expect="ledger saw no message")
+@ring_reduce_scatter.mistake("torch-distributed", expect="ledger saw no message")
 def calls_torch(x, group):
     x = x.clone()
     dist.all_reduce(x, group=group.process_group)
     return x.chunk(group.world_size)[group.rank]
 
 
-alternative(
-    "ring-reduce-scatter",
+ring_reduce_scatter.alternative(
     "other-direction",
     {
         "(r - s - 1) % n], (r + 1) % n": "(r + s + 1) % n], (r - 1) % n",
@@ -96,7 +91,7 @@ alternative(
 )
 
 
-@alternative("ring-reduce-scatter", "taking-turns")
+@ring_reduce_scatter.alternative("taking-turns")
 def even_ranks_send_first(x, group):
     n, r = group.world_size, group.rank
     partial, arriving = x.chunk(n)[(r - 1) % n].clone(), torch.empty_like(x.chunk(n)[0])
@@ -110,7 +105,7 @@ def even_ranks_send_first(x, group):
     return partial
 
 
-@alternative("ring-reduce-scatter", "asynchronous, as [1, n]")
+@ring_reduce_scatter.alternative("asynchronous, as [1, n]")
 def posts_and_waits(x, group):
     n, r = group.world_size, group.rank
     rows = x.view(n, -1).clone()
@@ -122,16 +117,12 @@ def posts_and_waits(x, group):
     return rows[r : r + 1]
 
 
-mistake(
-    "ring-reduce-scatter",
-    "buffer-of-float32",
-    {"torch.empty_like(chunks[0])": "torch.empty(chunks[0].numel())"},
-    expect="float64",
+ring_reduce_scatter.mistake(
+    "buffer-of-float32", {"torch.empty_like(chunks[0])": "torch.empty(chunks[0].numel())"}, expect="float64"
 )
 
 
-mistake(
-    "ring-reduce-scatter",
+ring_reduce_scatter.mistake(
     "float32-on-the-wire",
     {
         "torch.empty_like(chunks[0])": "torch.empty(chunks[0].numel())",
@@ -141,7 +132,7 @@ mistake(
 )
 
 
-@alternative("ring-reduce-scatter", "half-of-each-chunk-each-way")
+@ring_reduce_scatter.alternative("half-of-each-chunk-each-way")
 def both_directions(x, group):
     n, r = group.world_size, group.rank
     halves = [chunk.clone().tensor_split(2) for chunk in x.chunk(n)]
@@ -156,25 +147,19 @@ def both_directions(x, group):
 
 # Ring all-gather
 
-mistake("ring-all-gather", "at-most-five-ranks", {"range(n - 1)": "range(min(4, n - 1))"}, expect=r"rank \d of [678]")
-mistake(
-    "ring-all-gather",
-    "chunk-off-by-one",
-    {"new_empty": "new_zeros", "r - s - 1": "r - s - 2"},
-    expect="gathered wrongly: place",
+ring_all_gather = KnownAnswers("ring-all-gather")
+
+ring_all_gather.mistake("at-most-five-ranks", {"range(n - 1)": "range(min(4, n - 1))"}, expect=r"rank \d of [678]")
+ring_all_gather.mistake(
+    "chunk-off-by-one", {"new_empty": "new_zeros", "r - s - 1": "r - s - 2"}, expect="gathered wrongly: place"
 )
-mistake(
-    "ring-all-gather", "a-round-too-many", {"range(n - 1)": "range(n if n > 1 else 0)"}, expect="one round too many"
-)
-mistake(
-    "ring-all-gather",
-    "own-place-empty",
-    {"new_empty": "new_zeros", "chunks[r].copy_(x)": ""},
-    expect="something that no rank ever had",
+ring_all_gather.mistake("a-round-too-many", {"range(n - 1)": "range(n if n > 1 else 0)"}, expect="one round too many")
+ring_all_gather.mistake(
+    "own-place-empty", {"new_empty": "new_zeros", "chunks[r].copy_(x)": ""}, expect="something that no rank ever had"
 )
 
 
-@mistake("ring-all-gather", "arrival-order", expect=r"place \d of it holds rank \d's tensor, not rank")
+@ring_all_gather.mistake("arrival-order", expect=r"place \d of it holds rank \d's tensor, not rank")
 def as_they_come(x, group):
     n, r = group.world_size, group.rank
     parts = [x]
@@ -185,7 +170,7 @@ def as_they_come(x, group):
     return torch.cat(parts)
 
 
-@mistake("ring-all-gather", "whole-buffer-every-round", expect="times as many: pass on only the chunk")
+@ring_all_gather.mistake("whole-buffer-every-round", expect="times as many: pass on only the chunk")
 def passes_everything_on(x, group):
     n, r = group.world_size, group.rank
     out = x.new_zeros(n * x.numel())
@@ -197,7 +182,7 @@ def passes_everything_on(x, group):
     return out
 
 
-@mistake("ring-all-gather", "straight-to-everybody", expect="which is not its neighbour")
+@ring_all_gather.mistake("straight-to-everybody", expect="which is not its neighbour")
 def tells_every_rank(x, group):
     n, r = group.world_size, group.rank
     parts = [torch.empty_like(x) for _ in range(n)]
@@ -207,15 +192,12 @@ def tells_every_rank(x, group):
     return torch.cat(parts)
 
 
-mistake(
-    "ring-all-gather",
-    "list",
-    {"return out": "return list(chunks)"},
-    expect="returned a list; the exercise asks for all ranks' tensors",
+ring_all_gather.mistake(
+    "list", {"return out": "return list(chunks)"}, expect="returned a list; the exercise asks for all ranks' tensors"
 )
 
 
-@mistake("ring-all-gather", "float32-on-the-wire", expect=r"rank \d of [678] gathered wrongly: .*digits only")
+@ring_all_gather.mistake("float32-on-the-wire", expect=r"rank \d of [678] gathered wrongly: .*digits only")
 def passes_float32_on(x, group):
     n, r = group.world_size, group.rank
     out = x.new_empty(n * x.numel())
@@ -229,7 +211,7 @@ def passes_float32_on(x, group):
     return out
 
 
-@alternative("ring-all-gather", "both-ways")
+@ring_all_gather.alternative("both-ways")
 def two_half_rings(x, group):
     n, r = group.world_size, group.rank
     parts = {r: x}
@@ -241,7 +223,7 @@ def two_half_rings(x, group):
     return torch.cat([parts[rank] for rank in range(n)])
 
 
-@alternative("ring-all-gather", "taking-turns-leftwards")
+@ring_all_gather.alternative("taking-turns-leftwards")
 def odd_ranks_receive_first(x, group):
     n, r = group.world_size, group.rank
     parts = {r: x}
@@ -256,39 +238,25 @@ def odd_ranks_receive_first(x, group):
 
 # Ring all-reduce
 
-mistake(
-    "ring-all-reduce",
-    "no-division",
-    {"mine /= group.world_size": "pass"},
-    expect="it is the sum, 4 times the mean: divide",
+ring_all_reduce = KnownAnswers("ring-all-reduce")
+
+ring_all_reduce.mistake(
+    "no-division", {"mine /= group.world_size": "pass"}, expect="it is the sum, 4 times the mean: divide"
 )
-mistake("ring-all-reduce", "always-divides", {'if op == "avg"': "if True"}, expect="it is the mean, but op is 'sum'")
-mistake(
-    "ring-all-reduce",
-    "divides-twice",
-    {"/= group.world_size": "/= group.world_size**2"},
-    expect="divided by 4 once more",
+ring_all_reduce.mistake("always-divides", {'if op == "avg"': "if True"}, expect="it is the mean, but op is 'sum'")
+ring_all_reduce.mistake(
+    "divides-twice", {"/= group.world_size": "/= group.world_size**2"}, expect="divided by 4 once more"
 )
-mistake(
-    "ring-all-reduce",
-    "divides-by-4",
-    {"group.world_size": "4"},
-    expect=r"rank \d of 3 with op=\"avg\" ended with wrong values",
+ring_all_reduce.mistake(
+    "divides-by-4", {"group.world_size": "4"}, expect=r"rank \d of 3 with op=\"avg\" ended with wrong values"
 )
-mistake(
-    "ring-all-reduce",
-    "not-in-place",
-    {"x.copy_(all_gather(mine, group))": "all_gather(mine, group)"},
-    expect="did not write them into x",
+ring_all_reduce.mistake(
+    "not-in-place", {"x.copy_(all_gather(mine, group))": "all_gather(mine, group)"}, expect="did not write them into x"
 )
-mistake(
-    "ring-all-reduce",
-    "returns-nothing",
-    {"return x.copy_": "x.copy_"},
-    expect=r"returned nothing \(None\): return x as well",
+ring_all_reduce.mistake(
+    "returns-nothing", {"return x.copy_": "x.copy_"}, expect=r"returned nothing \(None\): return x as well"
 )
-mistake(
-    "ring-all-reduce",
+ring_all_reduce.mistake(
     "gathers-everything",
     {
         "reduce_scatter(x, group)": "all_gather(x, group).view(group.world_size, -1).sum(0)",
@@ -296,28 +264,24 @@ mistake(
     },
     expect="times as many: reduce-scatter first",
 )
-mistake(
-    "ring-all-reduce",
+ring_all_reduce.mistake(
     "sums-in-float32",
     {"reduce_scatter(x, group)": "reduce_scatter(x.float(), group)"},
     expect=r"rank \d of [678] ended with wrong values .*digits only",
 )
-mistake(
-    "ring-all-reduce",
+ring_all_reduce.mistake(
     "returns-the-gathered-tensor",
     {"return x.copy_(all_gather(mine, group))": "x.copy_(mine := all_gather(mine, group))\n    return mine"},
     expect="returned another tensor: return x itself",
 )
-mistake(
-    "ring-all-reduce",
+ring_all_reduce.mistake(
     "no-gather",
     {"return x.copy_(all_gather(mine, group))": "x.chunk(group.world_size)[group.rank].copy_(mine)\n    return x"},
     expect="in place",
 )
 
 
-mistake(
-    "ring-all-reduce",
+ring_all_reduce.mistake(
     "mean-of-everything",
     {
         "mine = reduce_scatter(x, group)": (
@@ -329,13 +293,13 @@ mistake(
 )
 
 
-@mistake("ring-all-reduce", "owners-instead-of-a-ring", expect="which is not its neighbour")
+@ring_all_reduce.mistake("owners-instead-of-a-ring", expect="which is not its neighbour")
 def one_owner_per_chunk(x, group, op="sum"):
     mine = sends_each_chunk_to_its_owner(x, group)
     return x.copy_(tells_every_rank(mine / group.world_size if op == "avg" else mine, group))
 
 
-@alternative("ring-all-reduce", "one-loop")
+@ring_all_reduce.alternative("one-loop")
 def both_laps_in_one_loop(x, group, op="sum"):
     n, r = group.world_size, group.rank
     chunks = x.chunk(n)
@@ -348,6 +312,6 @@ def both_laps_in_one_loop(x, group, op="sum"):
     return x
 
 
-@alternative("ring-all-reduce", "divides-first")
+@ring_all_reduce.alternative("divides-first")
 def divides_before_adding(x, group, op="sum"):
     return right.all_reduce(x.div_(group.world_size) if op == "avg" else x, group)

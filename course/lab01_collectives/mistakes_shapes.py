@@ -4,33 +4,30 @@ wrong rank blamed for a hang."""
 import torch
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("01_collectives")
 
 # Tree broadcast
 
-mistake(
-    "tree-broadcast",
+tree_broadcast = KnownAnswers("tree-broadcast")
+
+tree_broadcast.mistake(
     "powers-of-two-only",
     {"while distance < n": "while distance < 1 << (n.bit_length() - 1)"},
     expect="(?s)nothing arrived.*no power of two",
 )
-mistake(
-    "tree-broadcast",
-    "sends-beyond-the-last",
-    {" and place + distance < n": ""},
-    expect="(?s)for ever|ended with|stopped with",
+tree_broadcast.mistake(
+    "sends-beyond-the-last", {" and place + distance < n": ""}, expect="(?s)for ever|ended with|stopped with"
 )
-mistake(
-    "tree-broadcast",
+tree_broadcast.mistake(
     "root-forgotten-in-peers",
     {"(group.rank + distance)": "(place + distance)", "(group.rank - distance)": "(place - distance)"},
     expect="(?s)ended with|for ever|stopped with",
 )
 
 
-@mistake("tree-broadcast", "star", expect="this is a star: the root sends every message itself")
+@tree_broadcast.mistake("star", expect="this is a star: the root sends every message itself")
 def root_does_it_all(x, group, root=0):
     if group.rank == root:
         for rank in range(group.world_size):
@@ -41,7 +38,7 @@ def root_does_it_all(x, group, root=0):
     return x
 
 
-@mistake("tree-broadcast", "chain", expect=r"4 rounds for 5 ranks where 3 are enough|3 rounds for 4 ranks where 2")
+@tree_broadcast.mistake("chain", expect=r"4 rounds for 5 ranks where 3 are enough|3 rounds for 4 ranks where 2")
 def from_hand_to_hand(x, group, root=0):
     n, place = group.world_size, (group.rank - root) % group.world_size
     if place > 0:
@@ -51,7 +48,7 @@ def from_hand_to_hand(x, group, root=0):
     return x
 
 
-@mistake("tree-broadcast", "heap", expect="4 rounds for 7 ranks where 3.*two children each")
+@tree_broadcast.mistake("heap", expect="4 rounds for 7 ranks where 3.*two children each")
 def two_children_each(x, group, root=0):
     n, place = group.world_size, (group.rank - root) % group.world_size
     if place:
@@ -62,15 +59,14 @@ def two_children_each(x, group, root=0):
     return x
 
 
-mistake(
-    "tree-broadcast",
+tree_broadcast.mistake(
     "root-ignored",
     {"(group.rank - root) % n": "group.rank"},
     expect=r"with root=\d ended with .*holds what rank 0 had|root is 0|from the root",
 )
 
 
-@mistake("tree-broadcast", "everybody-tells-everybody", expect="messages for 4 ranks where 3 are enough")
+@tree_broadcast.mistake("everybody-tells-everybody", expect="messages for 4 ranks where 3 are enough")
 def gossip(x, group, root=0):
     n, r = group.world_size, group.rank
     for _ in range(max(0, n - 1)):
@@ -81,23 +77,18 @@ def gossip(x, group, root=0):
     return x
 
 
-mistake(
-    "tree-broadcast",
-    "not-in-place",
-    {"n = group.world_size": "n, x = group.world_size, x.clone()"},
-    expect="did not write them into x",
+tree_broadcast.mistake(
+    "not-in-place", {"n = group.world_size": "n, x = group.world_size, x.clone()"}, expect="did not write them into x"
 )
-mistake(
-    "tree-broadcast",
+tree_broadcast.mistake(
     "three-rounds",
     {"while distance < n:": "while distance < min(n, 8):"},
     expect=r"rank [89] of (9|10) with root=0 ended with x unchanged: nothing arrived",
 )
-mistake("tree-broadcast", "returns-nothing", {"return x": "return"}, expect=r"returned nothing \(None\)")
+tree_broadcast.mistake("returns-nothing", {"return x": "return"}, expect=r"returned nothing \(None\)")
 
 
-mistake(
-    "tree-broadcast",
+tree_broadcast.mistake(
     "float32-on-the-wire",
     {
         "group.send(x, (group": "group.send(x.float(), (group",
@@ -110,7 +101,7 @@ mistake(
 )
 
 
-@alternative("tree-broadcast", "halving")
+@tree_broadcast.alternative("halving")
 def far_ranks_first(x, group, root=0):
     n, place = group.world_size, (group.rank - root) % group.world_size
     low, high = 0, n  # the places this rank's part of the tree covers; place `low` has x
@@ -124,7 +115,7 @@ def far_ranks_first(x, group, root=0):
     return x
 
 
-@alternative("tree-broadcast", "bits")
+@tree_broadcast.alternative("bits")
 def partner_by_bit(x, group, root=0):
     n, place = group.world_size, (group.rank - root) % group.world_size
     for bit in range((n - 1).bit_length()):
@@ -138,19 +129,21 @@ def partner_by_bit(x, group, root=0):
 
 # Two levels
 
+hierarchical_all_reduce = KnownAnswers("hierarchical-all-reduce")
 
-@mistake("hierarchical-all-reduce", "flat-ring", expect="one flat ring over all ranks")
+
+@hierarchical_all_reduce.mistake("flat-ring", expect="one flat ring over all ranks")
 def ignores_the_nodes(x, group, node, across):
     return right.all_reduce(x, group)
 
 
-@mistake("hierarchical-all-reduce", "whole-tensor-across", expect=r"take only your own 1/2 across")
+@hierarchical_all_reduce.mistake("whole-tensor-across", expect=r"take only your own 1/2 across")
 def two_full_all_reduces(x, group, node, across):
     right.all_reduce(x, node)
     return right.all_reduce(x, across)
 
 
-@mistake("hierarchical-all-reduce", "leaders-only", expect=r"ranks \[1, 3, 5\] send nothing there")
+@hierarchical_all_reduce.mistake("leaders-only", expect=r"ranks \[1, 3, 5\] send nothing there")
 def one_rank_per_node_crosses(x, group, node, across):
     right.all_reduce(x, node)
     if node.rank == 0:
@@ -158,9 +151,8 @@ def one_rank_per_node_crosses(x, group, node, across):
     return right.broadcast(x, node)
 
 
-mistake("hierarchical-all-reduce", "never-crosses", {"all_reduce(mine, across)": ""}, expect="the nodes never met")
-mistake(
-    "hierarchical-all-reduce",
+hierarchical_all_reduce.mistake("never-crosses", {"all_reduce(mine, across)": ""}, expect="the nodes never met")
+hierarchical_all_reduce.mistake(
     "all-ranks-for-across",
     {
         "all_reduce(mine, across)": (
@@ -169,26 +161,18 @@ mistake(
     },
     expect="wrong values in x",
 )
-mistake(
-    "hierarchical-all-reduce",
-    "never-gathers",
-    {"return x.copy_(all_gather(mine, node))": "return mine"},
-    expect="the exercise asks for x itself",
+hierarchical_all_reduce.mistake(
+    "never-gathers", {"return x.copy_(all_gather(mine, node))": "return mine"}, expect="the exercise asks for x itself"
 )
-mistake(
-    "hierarchical-all-reduce",
-    "not-in-place",
-    {"x.copy_(all_gather(mine, node))": "all_gather(mine, node)"},
-    expect="did not write them into x",
+hierarchical_all_reduce.mistake(
+    "not-in-place", {"x.copy_(all_gather(mine, node))": "all_gather(mine, node)"}, expect="did not write them into x"
 )
-mistake(
-    "hierarchical-all-reduce",
+hierarchical_all_reduce.mistake(
     "sums-in-float32",
     {"reduce_scatter(x, node)": "reduce_scatter(x.float(), node)"},
     expect="nodes of [24] ended with wrong values .*digits only",
 )
-alternative(
-    "hierarchical-all-reduce",
+hierarchical_all_reduce.alternative(
     "four-steps",
     {
         "all_reduce(mine, across)": "smaller = reduce_scatter(mine, across)",
@@ -199,31 +183,26 @@ alternative(
 
 # All-to-all
 
-mistake(
-    "all-to-all",
+all_to_all = KnownAnswers("all-to-all")
+
+all_to_all.mistake(
     "own-part-forgotten",
     {"empty_like": "zeros_like", "incoming[r].copy_(outgoing[r])": ""},
     expect="place 0 of it holds something that no rank ever had; place i is for",
 )
-mistake(
-    "all-to-all",
-    "wrong-part",
-    {"outgoing[to]": "outgoing[r]"},
-    expect=r"holds part \d of rank \d; place i is for part 0",
+all_to_all.mistake(
+    "wrong-part", {"outgoing[to]": "outgoing[r]"}, expect=r"holds part \d of rank \d; place i is for part 0"
 )
-mistake(
-    "all-to-all", "destroys-input", {"torch.empty_like(x)": "x"}, expect="changed its input .x|holds the wrong parts"
-)
+all_to_all.mistake("destroys-input", {"torch.empty_like(x)": "x"}, expect="changed its input .x|holds the wrong parts")
 
 
-@mistake("all-to-all", "gathers-then-slices", expect="times as many: send each rank only the part that is for it")
+@all_to_all.mistake("gathers-then-slices", expect="times as many: send each rank only the part that is for it")
 def gathers_everything(x, group):
     n = group.world_size
     return right.all_gather(x, group).view(n, n, -1)[:, group.rank].reshape(-1)
 
 
-mistake(
-    "all-to-all",
+all_to_all.mistake(
     "blocking-sends",
     {
         "exchange(send=(outgoing[to], to), recv=(incoming": "send(outgoing[to], to)\n        group.recv(incoming",
@@ -231,15 +210,14 @@ mistake(
     },
     expect=r"(?s)waits for.*Deadlock: these ranks are all in send",
 )
-mistake(
-    "all-to-all",
+all_to_all.mistake(
     "list",
     {"return out\n": "return list(incoming)\n"},
     expect="returned a list; the exercise asks for one part from every rank",
 )
 
 
-@mistake("all-to-all", "float32-on-the-wire", expect=r"rank \d of [678] holds the wrong parts: .*digits only")
+@all_to_all.mistake("float32-on-the-wire", expect=r"rank \d of [678] holds the wrong parts: .*digits only")
 def sends_float32(x, group):
     n, r = group.world_size, group.rank
     outgoing, parts = x.chunk(n), {r: x.chunk(n)[r].float()}
@@ -249,7 +227,7 @@ def sends_float32(x, group):
     return torch.cat([parts[rank] for rank in range(n)]).to(x.dtype)
 
 
-@alternative("all-to-all", "all-at-once")
+@all_to_all.alternative("all-at-once")
 def posts_everything_at_once(x, group):
     n, r = group.world_size, group.rank
     out = x.clone()
@@ -259,7 +237,7 @@ def posts_everything_at_once(x, group):
     return out
 
 
-@alternative("all-to-all", "pairs-in-order")
+@all_to_all.alternative("pairs-in-order")
 def lower_rank_sends_first(x, group):
     out = x.clone()
     outgoing, incoming = x.chunk(group.world_size), out.chunk(group.world_size)
@@ -273,20 +251,20 @@ def lower_rank_sends_first(x, group):
 
 # The culprit
 
+find_the_culprit = KnownAnswers("find-the-culprit")
 
-@mistake("find-the-culprit", "most-waited-for", expect="waits itself.*go on from there")
+
+@find_the_culprit.mistake("most-waited-for", expect="waits itself.*go on from there")
 def blames_the_popular_one(waits_for):
     waited = [rank for others in waits_for.values() for rank in others]
     return max(set(waited), key=waited.count)
 
 
-mistake(
-    "find-the-culprit", "first-idle-rank", {" and rank in awaited": ""}, expect="has finished and nobody waits for it"
-)
-mistake("find-the-culprit", "never-none", {"return None": "return min(waits_for)"}, expect="do so in a circle")
+find_the_culprit.mistake("first-idle-rank", {" and rank in awaited": ""}, expect="has finished and nobody waits for it")
+find_the_culprit.mistake("never-none", {"return None": "return min(waits_for)"}, expect="do so in a circle")
 
 
-@mistake("find-the-culprit", "last-in-the-list-only", expect="the same, the other way round.*not None")
+@find_the_culprit.mistake("last-in-the-list-only", expect="the same, the other way round.*not None")
 def follows_the_last(waits_for):
     rank, seen = next(rank for rank in waits_for if waits_for[rank]), set()
     while waits_for[rank] and rank not in seen:
@@ -295,7 +273,7 @@ def follows_the_last(waits_for):
     return None if waits_for[rank] else rank
 
 
-@mistake("find-the-culprit", "only-direct", expect="not None|go on from there")
+@find_the_culprit.mistake("only-direct", expect="not None|go on from there")
 def asks_only_for_unanimity(waits_for):
     for rank in waits_for:
         if all(rank in others for other, others in waits_for.items() if other != rank):
@@ -303,27 +281,25 @@ def asks_only_for_unanimity(waits_for):
     return None
 
 
-@mistake("find-the-culprit", "keys-are-waiters", expect="is waited for and waits for nobody: that is the one, not None")
+@find_the_culprit.mistake("keys-are-waiters", expect="is waited for and waits for nobody: that is the one, not None")
 def takes_every_key_for_a_waiter(waits_for):
     return next(iter({rank for others in waits_for.values() for rank in others} - set(waits_for)), None)
 
 
-mistake(
-    "find-the-culprit",
+find_the_culprit.mistake(
     "first-in-the-list-only",
     {"for rank in others}": "for rank in others[:1]}"},
     expect="for nobody: that is the one, not None|finished and nobody",
 )
-mistake(
-    "find-the-culprit",
+find_the_culprit.mistake(
     "an-idle-rank-otherwise",
     {"return None": "return next((rank for rank, others in waits_for.items() if not others), None)"},
     expect="in a circle, and a rank that has finished, .* do so in a circle",
 )
-mistake("find-the-culprit", "a-list", {"return rank": "return [rank]"}, expect="which is none of the ranks")
+find_the_culprit.mistake("a-list", {"return rank": "return [rank]"}, expect="which is none of the ranks")
 
 
-@alternative("find-the-culprit", "follows-all")
+@find_the_culprit.alternative("follows-all")
 def walks(waits_for):
     todo, seen = [rank for others in waits_for.values() for rank in others], set()
     while todo:
@@ -336,7 +312,7 @@ def walks(waits_for):
     return None
 
 
-@alternative("find-the-culprit", "most-waited-for-of-the-idle")
+@find_the_culprit.alternative("most-waited-for-of-the-idle")
 def counts_the_waiting(waits_for):
     waited = [rank for others in waits_for.values() for rank in others if not waits_for[rank]]
     return max(set(waited), key=waited.count, default=None)

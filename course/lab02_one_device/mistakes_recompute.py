@@ -3,10 +3,12 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
+
+recompute_block = KnownAnswers("recompute-block")
 
 
-@mistake("recompute-block", "keeps the graph of the forward pass", expect="keep x only")
+@recompute_block.mistake("keeps the graph of the forward pass", expect="keep x only")
 class KeepsTheGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x, *parameters):
@@ -20,8 +22,7 @@ class KeepsTheGraph(torch.autograd.Function):
         return None, *torch.autograd.grad(ctx.y, (ctx.x, *ctx.block.parameters()), gradient)
 
 
-mistake(
-    "recompute-block",
+recompute_block.mistake(
     "backward inside, and its gradients returned",
     {
         "return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)": (
@@ -32,21 +33,19 @@ mistake(
     },
     expect="also wrote into .grad",
 )
-mistake(
-    "recompute-block",
+recompute_block.mistake(
     "forgets the gradient from above",
     {"parameters()), gradient)": "parameters()), torch.ones_like(gradient))"},
     expect="gradient from above",
 )
-mistake(
-    "recompute-block",
+recompute_block.mistake(
     "runs the block without autograd",
-    {("        x = x.detach().requires_grad_()\n        with torch.enable_grad():\n            y ="): "        y ="},
+    {"        x = x.detach().requires_grad_()\n        with torch.enable_grad():\n            y =": "        y ="},
     expect="does not require grad",
 )
 
 
-@mistake("recompute-block", "parameters get theirs inside, none is returned", expect="no gradient of the parameters")
+@recompute_block.mistake("parameters get theirs inside, none is returned", expect="no gradient of the parameters")
 class Reentrant(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x, *parameters):
@@ -62,19 +61,13 @@ class Reentrant(torch.autograd.Function):
         return (None, x.grad) + (None,) * ctx.count
 
 
-alternative(
-    "recompute-block",
+recompute_block.alternative(
     "keeps x as an attribute",
-    {
-        "ctx.save_for_backward(x)": "ctx.x = x",
-        "(x,) = ctx.saved_tensors": "",
-        "x = x.detach()": "x = ctx.x.detach()",
-    },
+    {"ctx.save_for_backward(x)": "ctx.x = x", "(x,) = ctx.saved_tensors": "", "x = x.detach()": "x = ctx.x.detach()"},
 )
-mistake(
-    "recompute-block",
+recompute_block.mistake(
     "runs the block twice in backward",
-    {"            y = ctx.block(x)": ("            ctx.block(x)\n            y = ctx.block(x)")},
+    {"            y = ctx.block(x)": "            ctx.block(x)\n            y = ctx.block(x)"},
     expect="2 are enough",
 )
 
@@ -82,7 +75,7 @@ mistake(
 INPUTS = {}
 
 
-@mistake("recompute-block", "keeps x by block, in a global", expect="wrong where one runs twice before backward")
+@recompute_block.mistake("keeps x by block, in a global", expect="wrong where one runs twice before backward")
 class KeptByBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x, *parameters):
@@ -98,7 +91,7 @@ class KeptByBlock(torch.autograd.Function):
         return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)
 
 
-@alternative("recompute-block", "backward into a copy of the leaves")
+@recompute_block.alternative("backward into a copy of the leaves")
 class OnLeaves(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x, *parameters):
@@ -115,7 +108,7 @@ class OnLeaves(torch.autograd.Function):
         return None, *[leaf.grad for leaf in leaves]
 
 
-@alternative("recompute-block", "torch's checkpoint, which stops before the last product: 7/6 of the FLOPs")
+@recompute_block.alternative("torch's checkpoint, which stops before the last product: 7/6 of the FLOPs")
 class ByCheckpoint(torch.autograd.Function):
     @staticmethod
     def apply(block, x, *parameters):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("02_one_device")
 
@@ -16,8 +16,9 @@ def count(targets):
     return int((targets != -100).sum())
 
 
-mistake(
-    "accumulate",
+accumulate = KnownAnswers("accumulate")
+
+accumulate.mistake(
     "mean of means",
     {
         "nll, _ =": "nll, counted =",
@@ -27,33 +28,28 @@ mistake(
     says="It is the mean of the microbatches' means, in which a token of a short one weighs more. Divide each sum by "
     "the tokens of all microbatches.",
 )
-mistake(
-    "accumulate",
+accumulate.mistake(
     "divides by nothing",
     {"(nll / tokens)": "nll"},
     says="It is the gradient of the sum over tokens: divide by how many of them count.",
 )
-mistake(
-    "accumulate",
+accumulate.mistake(
     "zeroes inside the loop",
     {"nll, _ =": "model.zero_grad()\n        nll, _ ="},
     says="It is that of the last microbatch alone: gradients add up in .grad as long as nothing clears them.",
 )
-mistake(
-    "accumulate",
+accumulate.mistake(
     "counts padding as tokens",
     {"int((targets != -100).sum())": "targets.numel()"},
     says="Targets of -100 do not count: the denominator is larger than the number of tokens in the sum.",
 )
-mistake(
-    "accumulate",
+accumulate.mistake(
     "divides by the number of microbatches, too",
     {"(nll / tokens)": "(nll / tokens / len(microbatches))"},
     says="It was divided twice: by the tokens of all microbatches and by their number.",
 )
-mistake("accumulate", "returns the sum", {"nll.item() / tokens": "nll.item()"}, expect="the mean loss is")
-mistake(
-    "accumulate",
+accumulate.mistake("returns the sum", {"nll.item() / tokens": "nll.item()"}, expect="the mean loss is")
+accumulate.mistake(
     "one backward at the end",
     {
         "(nll / tokens).backward()\n": "\n",
@@ -67,7 +63,7 @@ mistake(
 COUNTED = {}
 
 
-@mistake("accumulate", "the first call's tokens for ever", expect="is off by")
+@accumulate.mistake("the first call's tokens for ever", expect="is off by")
 def counts_once(model, microbatches):
     tokens, loss = COUNTED.setdefault("tokens", sum(count(targets) for _, targets in microbatches)), 0.0
     for inputs, targets in microbatches:
@@ -77,7 +73,7 @@ def counts_once(model, microbatches):
     return loss
 
 
-@mistake("accumulate", "one big batch", expect="that is the big batch itself")
+@accumulate.mistake("one big batch", expect="that is the big batch itself")
 def big_batch(model, microbatches):
     inputs, targets = (torch.cat(part) for part in zip(*microbatches, strict=True))
     nll, tokens = model(inputs, targets=targets)
@@ -85,12 +81,12 @@ def big_batch(model, microbatches):
     return (nll / tokens).item()
 
 
-@alternative("accumulate", "adds up a float32 tensor")
+@accumulate.alternative("adds up a float32 tensor")
 def in_float32(model, microbatches):
     return torch.tensor(right.accumulate(model, microbatches), dtype=torch.float32)
 
 
-@alternative("accumulate", "weighs each mean by its share of the tokens")
+@accumulate.alternative("weighs each mean by its share of the tokens")
 def weighted_means(model, microbatches):
     tokens, loss = sum(count(targets) for _, targets in microbatches), 0.0
     for inputs, targets in microbatches:
@@ -101,7 +97,7 @@ def weighted_means(model, microbatches):
     return loss
 
 
-@alternative("accumulate", "adds sums and divides the gradients at the end")
+@accumulate.alternative("adds sums and divides the gradients at the end")
 def divides_at_the_end(model, microbatches):
     total = 0.0
     for inputs, targets in microbatches:
@@ -116,45 +112,35 @@ def divides_at_the_end(model, microbatches):
 
 # Loss scaling.
 
-mistake(
-    "loss-scaling", "forgets to unscale", {"weight.grad /= scale": "pass"}, expect="divide the gradients by the scale"
+loss_scaling = KnownAnswers("loss-scaling")
+
+loss_scaling.mistake("forgets to unscale", {"weight.grad /= scale": "pass"}, expect="divide the gradients by the scale")
+loss_scaling.mistake(
+    "scales nothing", {"loss * scale": "loss", "weight.grad /= scale": "pass"}, expect="became zero in float16"
 )
-mistake(
-    "loss-scaling",
-    "scales nothing",
-    {"loss * scale": "loss", "weight.grad /= scale": "pass"},
-    expect="became zero in float16",
+loss_scaling.mistake(
+    "keeps the scale that overflowed", {"return scale / 2, 0": "return scale, 0"}, expect="the scale is halved"
 )
-mistake(
-    "loss-scaling",
-    "keeps the scale that overflowed",
-    {"return scale / 2, 0": "return scale, 0"},
-    expect="the scale is halved",
-)
-mistake("loss-scaling", "a quarter after an overflow", {"scale / 2": "scale / 4"}, expect="is halved, no more")
-mistake(
-    "loss-scaling",
+loss_scaling.mistake("a quarter after an overflow", {"scale / 2": "scale / 4"}, expect="is halved, no more")
+loss_scaling.mistake(
     "looks for NaN only",
     {"not all(weight.grad.isfinite().all()": "any(weight.grad.isnan().any()"},
     expect="inf or nan, yet the optimizer stepped",
 )
-mistake(
-    "loss-scaling",
+loss_scaling.mistake(
     "looks for inf only",
     {"not all(weight.grad.isfinite().all()": "any(weight.grad.isinf().any()"},
     expect="inf or nan, yet the optimizer stepped",
 )
-mistake(
-    "loss-scaling",
+loss_scaling.mistake(
     "an overflow does not end the row of good steps",
     {"scale / 2, 0": "scale / 2, good_steps"},
     expect="starts again at 0",
 )
-mistake(
-    "loss-scaling",
+loss_scaling.mistake(
     "scales the learning rate down instead",
     {
-        ("    for weight in weights:\n        weight.grad /= scale\n"): "",
+        "    for weight in weights:\n        weight.grad /= scale\n": "",
         "    optimizer.step()\n": (
             "    for group in optimizer.param_groups:\n"
             '        group["lr"] /= scale\n'
@@ -165,40 +151,36 @@ mistake(
     },
     expect="the optimizer saw gradients still scaled",
 )
-mistake(
-    "loss-scaling", "counts one step too many", {"good_steps + 1 ==": "good_steps =="}, expect="it doubles, to stay"
-)
+loss_scaling.mistake("counts one step too many", {"good_steps + 1 ==": "good_steps =="}, expect="it doubles, to stay")
 
 
-mistake(
-    "loss-scaling",
+loss_scaling.mistake(
     "the first weight of each group only",
     {'for weight in group["params"]]': 'for weight in group["params"][:1]]'},
     expect="is not that of the unscaled gradient|the optimizer stepped",
 )
 
 
-@alternative("loss-scaling", "a list")
+@loss_scaling.alternative("a list")
 def returns_a_list(loss, optimizer, scale, good_steps, interval):
     return list(right.scaled_step(loss, optimizer, scale, good_steps, interval))
 
 
-@alternative("loss-scaling", "clears the gradients itself when it is done")
+@loss_scaling.alternative("clears the gradients itself when it is done")
 def clears_after(loss, optimizer, scale, good_steps, interval):
     found = right.scaled_step(loss, optimizer, scale, good_steps, interval)
     optimizer.zero_grad()
     return found
 
 
-mistake(
-    "loss-scaling",
+loss_scaling.mistake(
     "the first parameter group only",
     {"for group in optimizer.param_groups for": "for group in optimizer.param_groups[:1] for"},
     expect="is not that of the unscaled gradient|two parameter groups",
 )
 
 
-@alternative("loss-scaling", "looks before it unscales, takes gradients from autograd.grad")
+@loss_scaling.alternative("looks before it unscales, takes gradients from autograd.grad")
 def looks_first(loss, optimizer, scale, good_steps, interval):
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     gradients = torch.autograd.grad(loss * scale, weights)
@@ -213,8 +195,9 @@ def looks_first(loss, optimizer, scale, good_steps, interval):
 
 # Clipping.
 
-mistake(
-    "clip-global-norm",
+clip_global_norm = KnownAnswers("clip-global-norm")
+
+clip_global_norm.mistake(
     "each shard by its own norm",
     {
         "for shard in shards:\n": "for shard, own in zip(shards, squares, strict=True):\n",
@@ -222,28 +205,26 @@ mistake(
     },
     expect="factor of its own",
 )
-mistake(
-    "clip-global-norm",
+clip_global_norm.mistake(
     "norms of the shards added up",
     {"torch.stack(squares).sum().sqrt()": "torch.stack(squares).sqrt().sum()"},
     expect="sum the squares of all shards first",
 )
-mistake("clip-global-norm", "scales up what was small", {".clamp(max=1.0)": ""}, expect="below the limit, yet")
-mistake(
-    "clip-global-norm",
+clip_global_norm.mistake("scales up what was small", {".clamp(max=1.0)": ""}, expect="below the limit, yet")
+clip_global_norm.mistake(
     "clips values",
     {"gradient *= (max_norm / norm).clamp(max=1.0)": "gradient.clamp_(-max_norm / 10, max_norm / 10)"},
     expect="the direction changed",
 )
-mistake(
-    "clip-global-norm", "makes new tensors", {"gradient *= (": "gradient = gradient * ("}, expect="scale them in place"
+clip_global_norm.mistake(
+    "makes new tensors", {"gradient *= (": "gradient = gradient * ("}, expect="scale them in place"
 )
 
 
-mistake("clip-global-norm", "a tensor", {"return norm.item()": "return norm"}, expect="a float")
+clip_global_norm.mistake("a tensor", {"return norm.item()": "return norm"}, expect="a float")
 
 
-@alternative("clip-global-norm", "normalises the long row")
+@clip_global_norm.alternative("normalises the long row")
 def long_row(shards, max_norm):
     row = torch.cat([gradient.flatten() for shard in shards for gradient in shard])
     clipped = F.normalize(row, dim=0) * max_norm if row.norm() > max_norm else row
@@ -253,8 +234,7 @@ def long_row(shards, max_norm):
     return float(row.norm())
 
 
-mistake(
-    "clip-global-norm",
+clip_global_norm.mistake(
     "other tensors in the lists",
     {
         "for gradient in shard:\n            gradient *= (max_norm / norm).clamp(max=1.0)": (

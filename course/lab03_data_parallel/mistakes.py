@@ -2,46 +2,43 @@
 
 import torch
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 from course.lab03_data_parallel.rank_programs import Bucket
 
 # Naive data parallel
 
-mistake(
-    "naive-ddp",
+naive_ddp = KnownAnswers("naive-ddp")
+
+naive_ddp.mistake(
     "no-division",
     {"parameter.grad /= group.world_size": ""},
     expect="it is the sum|is the sum over the ranks, 3 times their mean: divide",
 )
 
 
-@mistake("naive-ddp", "reduces-parameters", expect="changed the parameters themselves: reduce the gradients")
+@naive_ddp.mistake("reduces-parameters", expect="changed the parameters themselves: reduce the gradients")
 def averages_the_weights(model, group):
     with torch.no_grad():
         for parameter in model.parameters():
             group.all_reduce(parameter, op="avg")
 
 
-mistake(
-    "naive-ddp",
+naive_ddp.mistake(
     "only-matrices",
     {"is not None": "is not None and parameter.dim() > 1"},
     expect=r"gradient of gain is this rank's own",
 )
-mistake(
-    "naive-ddp",
+naive_ddp.mistake(
     "divides-twice",
     {"/= group.world_size": "/= group.world_size**2"},
     expect="divided by 3 once more: divide only once",
 )
-mistake(
-    "naive-ddp",
+naive_ddp.mistake(
     "rank-0-decides",
     {"group.all_reduce(parameter.grad)": "group.broadcast(parameter.grad)", "parameter.grad /= group.world_size": ""},
     expect="is rank 0's, not the mean of all",
 )
-mistake(
-    "naive-ddp",
+naive_ddp.mistake(
     "zeros-for-none",
     {
         "if parameter.grad is not None:": (
@@ -50,26 +47,22 @@ mistake(
     },
     expect=r"times as many: each gradient|should be None, since no loss reaches it",
 )
-mistake(
-    "naive-ddp",
+naive_ddp.mistake(
     "torch-distributed",
     {"group.all_reduce(parameter.grad)": "torch.distributed.all_reduce(parameter.grad, group=group.process_group)"},
     expect="ledger saw no communication",
 )
-mistake(
-    "naive-ddp",
+naive_ddp.mistake(
     "gathers-everything",
     {"group.all_reduce(parameter.grad)": "parameter.grad.copy_(group.all_gather(parameter.grad[None]).sum(0))"},
     expect="you used all_gather",
 )
-alternative(
-    "naive-ddp",
-    "average-by-op",
-    {"(parameter.grad)": '(parameter.grad, op="avg")', "parameter.grad /= group.world_size": ""},
+naive_ddp.alternative(
+    "average-by-op", {"(parameter.grad)": '(parameter.grad, op="avg")', "parameter.grad /= group.world_size": ""}
 )
 
 
-@alternative("naive-ddp", "handles")
+@naive_ddp.alternative("handles")
 def all_at_once(model, group):
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     for gradient in gradients:
@@ -78,7 +71,7 @@ def all_at_once(model, group):
         handle.wait()
 
 
-@alternative("naive-ddp", "one for all")
+@naive_ddp.alternative("one for all")
 def joins_them(model, group):
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     flat = group.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), op="avg")
@@ -86,18 +79,14 @@ def joins_them(model, group):
         gradient.copy_(part.view_as(gradient))
 
 
-mistake(
-    "naive-ddp",
+naive_ddp.mistake(
     "float32-on-the-wire",
     {"group.all_reduce(parameter.grad)": "parameter.grad.copy_(group.all_reduce(parameter.grad.float()))"},
     expect="is right to float32's digits only",
 )
-mistake(
-    "naive-ddp", "always-3", {"group.world_size": "3"}, expect="step 1, rank .* is .* times the mean over the ranks"
-)
-mistake("naive-ddp", "divides-by-4", {"group.world_size": "4"}, expect="is 0.75 times the mean over the ranks")
-mistake(
-    "naive-ddp",
+naive_ddp.mistake("always-3", {"group.world_size": "3"}, expect="step 1, rank .* is .* times the mean over the ranks")
+naive_ddp.mistake("divides-by-4", {"group.world_size": "4"}, expect="is 0.75 times the mean over the ranks")
+naive_ddp.mistake(
     "remembers-the-first-model",
     {
         "def average_gradients(model, group):": "found = []\n\n\ndef average_gradients(model, group):",
@@ -107,8 +96,7 @@ mistake(
     },
     expect="for the second one .* kept from the first call",
 )
-mistake(
-    "naive-ddp",
+naive_ddp.mistake(
     "reduces-a-copy",
     {
         "group.all_reduce(parameter.grad)": 'group.all_reduce(parameter.grad.flatten(), op="avg")',
@@ -116,14 +104,10 @@ mistake(
     },
     expect="not contiguous, so flatten and reshape copy it",
 )
-mistake(
-    "naive-ddp",
-    "skips-zeros",
-    {"is not None": "is not None and parameter.grad.any()"},
-    expect="Only None is left out",
+naive_ddp.mistake(
+    "skips-zeros", {"is not None": "is not None and parameter.grad.any()"}, expect="Only None is left out"
 )
-mistake(
-    "naive-ddp",
+naive_ddp.mistake(
     "float64-on-the-wire",
     {"group.all_reduce(parameter.grad)": "parameter.grad.copy_(group.all_reduce(parameter.grad.double()))"},
     expect="in its own dtype",
@@ -132,21 +116,17 @@ mistake(
 
 # Buckets
 
+gradient_buckets = KnownAnswers("gradient-buckets")
 
-mistake(
-    "gradient-buckets",
+gradient_buckets.mistake(
     "first-parameter-first",
     {"reversed([p for p in parameters if p.requires_grad])": "[p for p in parameters if p.requires_grad]"},
     expect="pack the last parameter first",
 )
-mistake(
-    "gradient-buckets",
-    "copies-not-views",
-    {"part.view_as(parameter)": "part.view_as(parameter).clone()"},
-    expect="is a copy, not a view",
+gradient_buckets.mistake(
+    "copies-not-views", {"part.view_as(parameter)": "part.view_as(parameter).clone()"}, expect="is a copy, not a view"
 )
-mistake(
-    "gradient-buckets",
+gradient_buckets.mistake(
     "on-the-cpu",
     {
         "members[0].new_zeros(sum(p.numel() for p in members))": (
@@ -155,9 +135,8 @@ mistake(
     },
     expect="on another device|device=parameter.device",
 )
-mistake("gradient-buckets", "last-bucket-lost", {"[*closed, *filling.values()]": "closed"}, expect="is in no bucket")
-mistake(
-    "gradient-buckets",
+gradient_buckets.mistake("last-bucket-lost", {"[*closed, *filling.values()]": "closed"}, expect="is in no bucket")
+gradient_buckets.mistake(
     "closes-too-early",
     {
         (
@@ -174,26 +153,24 @@ mistake(
     },
     expect="not before and not after",
 )
-mistake(
-    "gradient-buckets",
+gradient_buckets.mistake(
     "offset-not-advanced",
     {"part.view_as(parameter)": "flat[: parameter.numel()].view_as(parameter)"},
     expect="two gradients lie over each other",
 )
-mistake(
-    "gradient-buckets",
-    "frozen-too",
-    {"[p for p in parameters if p.requires_grad]": "list(parameters)"},
-    expect="is frozen",
+gradient_buckets.mistake(
+    "frozen-too", {"[p for p in parameters if p.requires_grad]": "list(parameters)"}, expect="is frozen"
 )
-mistake(
-    "gradient-buckets",
+gradient_buckets.mistake(
     "parameters-in-the-bucket",
-    {"parameter.grad = part.view_as(parameter)": "parameter.grad = part.view_as(parameter).copy_(parameter.detach())"},
+    {
+        "parameter.grad = part.view_as(parameter)": (
+            "parameter.grad = part.view_as(parameter).copy_(parameter.detach())"
+        )
+    },
     expect="does not start at zero",
 )
-mistake(
-    "gradient-buckets",
+gradient_buckets.mistake(
     "in-order-of-opening",
     {
         "filling.setdefault(parameter.dtype, []).append(parameter)": (
@@ -205,45 +182,41 @@ mistake(
     },
     expect="never fills up and comes before one that does",
 )
-mistake(
-    "gradient-buckets",
+gradient_buckets.mistake(
     "dtype-by-dtype",
-    {"[*closed, *filling.values()]": "sorted([*closed, *filling.values()], key=lambda members: str(members[0].dtype))"},
+    {
+        "[*closed, *filling.values()]": (
+            "sorted([*closed, *filling.values()], key=lambda members: str(members[0].dtype))"
+        )
+    },
     expect="never fills up and comes before one that does",
 )
-mistake(
-    "gradient-buckets",
+gradient_buckets.mistake(
     "two-dtypes-only",
     {"if p.requires_grad": "if p.requires_grad and p.dtype in (torch.float32, torch.float64)"},
     expect="torch.bfloat16, is in no bucket",
 )
-mistake(
-    "gradient-buckets",
+gradient_buckets.mistake(
     "left-over-from-the-first-call",
     {"(parameters, cap_bytes)": "(parameters, cap_bytes, buckets=[])", "    buckets = []\n": ""},
     expect="left over from an earlier call",
 )
-mistake(
-    "gradient-buckets",
-    "two-dimensions",
-    {"Bucket(flat, members)": "Bucket(flat[None], members)"},
-    expect="one dimension",
+gradient_buckets.mistake(
+    "two-dimensions", {"Bucket(flat, members)": "Bucket(flat[None], members)"}, expect="one dimension"
 )
-mistake(
-    "gradient-buckets",
+gradient_buckets.mistake(
     "made-of-weights",
     {"members[0].new_zeros(sum(p.numel() for p in members))": "0 * torch.cat([p.flatten() for p in members])"},
     expect="flat hangs on a graph",
 )
-mistake(
-    "gradient-buckets",
+gradient_buckets.mistake(
     "transposed",
     {"part.view_as(parameter)": "part.view(parameter.shape[::-1]).permute(*range(parameter.dim())[::-1])"},
     expect="in another order than its parameter",
 )
 
 
-@alternative("gradient-buckets", "as-strided")
+@gradient_buckets.alternative("as-strided")
 def sorted_by_dtype(parameters, cap_bytes):
     trainable = [p for p in parameters if p.requires_grad][::-1]
     buckets = []
@@ -258,7 +231,7 @@ def sorted_by_dtype(parameters, cap_bytes):
     return [_bucket(members) for members in full_first]
 
 
-@mistake("gradient-buckets", "closes-at-each-change-of-dtype", expect="a change of dtype does not close it")
+@gradient_buckets.mistake("closes-at-each-change-of-dtype", expect="a change of dtype does not close it")
 def closes_at_changes(parameters, cap_bytes):
     groups = []
     for parameter in reversed([p for p in parameters if p.requires_grad]):

@@ -4,12 +4,14 @@ import contextlib
 
 import torch
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 # Overlap
 
+overlap_hooks = KnownAnswers("overlap-hooks")
 
-@mistake("overlap-hooks", "after-backward", expect="starts after backward has ended: nothing overlaps")
+
+@overlap_hooks.mistake("after-backward", expect="starts after backward has ended: nothing overlaps")
 def everything_in_finish(buckets, group):
     def finish():
         for handle in [group.all_reduce(bucket.flat, op="avg", async_op=True) for bucket in buckets]:
@@ -18,19 +20,17 @@ def everything_in_finish(buckets, group):
     return finish
 
 
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "blocks-in-the-hook",
     {
-        (
-            'handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg", async_op=True))'
-        ): 'handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg"))',
-        ("for handle in handles:\n            handle.wait()\n        handles.clear()"): "handles.clear()",
+        'handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg", async_op=True))': (
+            'handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg"))'
+        ),
+        "for handle in handles:\n            handle.wait()\n        handles.clear()": "handles.clear()",
     },
     expect="blocks backward until it is reduced: use async_op=True",
 )
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "last-parameter-only",
     {
         "for parameter in bucket.parameters:": "for parameter in bucket.parameters[-1:]:",
@@ -39,8 +39,7 @@ mistake(
     },
     expect=r"on rank \d bucket \d starts before the gradient of",
 )
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "as-they-become-ready",
     {
         "while len(handles) < len(buckets) and missing[len(handles)] == 0:": "if missing[index] == 0:",
@@ -48,14 +47,12 @@ mistake(
     },
     expect="Start bucket i only after bucket i-1",
 )
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "counts-not-set-back",
-    {("        handles.clear()\n        missing[:] = [len(bucket.parameters) for bucket in buckets]\n"): ""},
+    {"        handles.clear()\n        missing[:] = [len(bucket.parameters) for bucket in buckets]\n": ""},
     expect="right in step 1, but in step 2 on rank 0 no all-reduce",
 )
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "one-list-for-all-calls",
     {
         "def overlap(buckets, group):": "pending = []\n\n\ndef overlap(buckets, group):",
@@ -63,8 +60,7 @@ mistake(
     },
     expect="with two of them at once",
 )
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "starts-with-the-first-gradient",
     {
         "while len(handles) < len(buckets) and missing[len(handles)] == 0:": "while len(handles) <= index:",
@@ -72,8 +68,7 @@ mistake(
     },
     expect="starts before the gradient of",
 )
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "skips-what-is-not-next",
     {
         "while len(handles) < len(buckets) and missing[len(handles)] == 0:": (
@@ -82,23 +77,20 @@ mistake(
     },
     expect="is not started then: start it in that hook|all ranks must start the same buckets",
 )
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "never-waits",
     {"for handle in handles:\n            handle.wait()\n        ": ""},
     expect="finish returns after 0 of 6 handles were waited for",
 )
-mistake("overlap-hooks", "no-division", {'op="avg", ': ""}, expect="is the sum over the ranks, 3 times their mean")
+overlap_hooks.mistake("no-division", {'op="avg", ': ""}, expect="is the sum over the ranks, 3 times their mean")
 
 
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "all-with-the-last-gradient",
     {"and missing[len(handles)] == 0:": "and not any(missing):"},
     expect="is not started then: start it in that hook",
 )
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "one-bucket-behind",
     {
         "and missing[len(handles)] == 0:": (
@@ -107,8 +99,7 @@ mistake(
     },
     expect="is not started then: start it in that hook",
 )
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "counts-down-what-it-resets-to",
     {
         "    missing = [len(bucket.parameters) for bucket in buckets]\n": (
@@ -118,8 +109,7 @@ mistake(
     },
     expect="right in step 1, but in step 3",
 )
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "waits-in-the-hook-of-step-2",
     {
         "    def arrived(index):": "    steps = []\n\n    def arrived(index):",
@@ -128,15 +118,14 @@ mistake(
     },
     expect="in step 2 .* while backward still runs",
 )
-mistake(
-    "overlap-hooks",
+overlap_hooks.mistake(
     "told-by-values",
     {"and missing[len(handles)] == 0:": "and all(p.grad.any() for p in buckets[len(handles)].parameters):"},
     expect="do not tell by values",
 )
 
 
-@alternative("overlap-hooks", "divides-in-finish")
+@overlap_hooks.alternative("divides-in-finish")
 def with_a_set_of_parameters(buckets, group):
     waiting = [set(bucket.parameters) for bucket in buckets]
     handles = []
@@ -162,41 +151,36 @@ def with_a_set_of_parameters(buckets, group):
 
 # Accumulation
 
-mistake(
-    "accumulate-no-sync",
+accumulate_no_sync = KnownAnswers("accumulate-no-sync")
+
+accumulate_no_sync.mistake(
     "reduces-every-microbatch",
     {"if last else ddp.no_sync()": ""},
     expect="12 all-reduces per step of 3 microbatches where 4",
 )
-mistake(
-    "accumulate-no-sync",
+accumulate_no_sync.mistake(
     "no-division",
     {"(loss_of(ddp, x, y) / len(microbatches))": "loss_of(ddp, x, y)"},
     expect="the mean times 3: each microbatch's loss is a mean, so divide",
 )
-mistake(
-    "accumulate-no-sync",
+accumulate_no_sync.mistake(
     "never-reduces",
     {"contextlib.nullcontext() if last else ddp.no_sync()": "ddp.no_sync()"},
     expect="nothing was reduced at all",
 )
-mistake(
-    "accumulate-no-sync",
+accumulate_no_sync.mistake(
     "reduces-the-first",
     {"last = index == len(microbatches) - 1": "last = index == 0"},
     expect="is not the mean over the ranks, nor any multiple of it",
 )
 
 
-mistake(
-    "accumulate-no-sync",
-    "always-3",
-    {"/ len(microbatches)).backward()": "/ 3).backward()"},
-    expect="is right for 3 only",
+accumulate_no_sync.mistake(
+    "always-3", {"/ len(microbatches)).backward()": "/ 3).backward()"}, expect="is right for 3 only"
 )
 
 
-@alternative("accumulate-no-sync", "last-one-apart")
+@accumulate_no_sync.alternative("last-one-apart")
 def all_but_the_last(ddp, microbatches, loss_of):
     k, (*others, last) = len(microbatches), microbatches
     with ddp.no_sync():
@@ -205,28 +189,27 @@ def all_but_the_last(ddp, microbatches, loss_of):
     loss_of(ddp, *last).div(k).backward()
 
 
-@mistake("accumulate-no-sync", "one-loss", expect="the activations of 2 microbatches are held at once")
+@accumulate_no_sync.mistake("one-loss", expect="the activations of 2 microbatches are held at once")
 def adds_up_the_losses(ddp, microbatches, loss_of):
     with ddp.no_sync():
         (sum(loss_of(ddp, x, y) for x, y in microbatches[:-1]) / len(microbatches)).backward()
     (loss_of(ddp, *microbatches[-1]) / len(microbatches)).backward()
 
 
-@mistake("accumulate-no-sync", "joins-the-microbatches", expect="joined microbatches need the activations of the whole")
+@accumulate_no_sync.mistake("joins-the-microbatches", expect="joined microbatches need the activations of the whole")
 def one_batch(ddp, microbatches, loss_of):
     x, y = (torch.cat(parts) for parts in zip(*microbatches, strict=True))
     loss_of(ddp, x, y).backward()
 
 
-mistake(
-    "accumulate-no-sync",
+accumulate_no_sync.mistake(
     "needs-two",
     {"last = index == len(microbatches) - 1": "last = index == len(microbatches) - 1 > 0"},
     expect="right for 3 microbatches, but for 1 .* nothing was averaged",
 )
 
 
-@mistake("accumulate-no-sync", "losses-of-the-bare-module", expect="activations of 2 microbatches are held at once")
+@accumulate_no_sync.mistake("losses-of-the-bare-module", expect="activations of 2 microbatches are held at once")
 def forwards_without_the_wrapper(ddp, microbatches, loss_of):
     *others, last = microbatches
     losses = [loss_of(ddp.module, x, y) / len(microbatches) for x, y in others]
@@ -236,18 +219,17 @@ def forwards_without_the_wrapper(ddp, microbatches, loss_of):
     (loss_of(ddp, *last) / len(microbatches)).backward()
 
 
-mistake(
-    "accumulate-no-sync",
+accumulate_no_sync.mistake(
     "forward-outside",
     {
-        "with contextlib": ("loss = loss_of(ddp, x, y) / len(microbatches)\n        with contextlib"),
+        "with contextlib": "loss = loss_of(ddp, x, y) / len(microbatches)\n        with contextlib",
         "            (loss_of(ddp, x, y) / len(microbatches)).backward()": "            loss.backward()",
     },
     expect="3 forwards ran outside ddp.no_sync",
 )
 
 
-@alternative("accumulate-no-sync", "looks-at-the-losses")
+@accumulate_no_sync.alternative("looks-at-the-losses")
 def looks_first(ddp, microbatches, loss_of):
     with torch.no_grad():
         sum(loss_of(ddp.module, x, y) for x, y in microbatches)  # a look at the loss costs nothing

@@ -2,33 +2,27 @@
 
 import torch
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 # Tokens
 
-mistake(
-    "token-weighted-loss",
+token_weighted_loss = KnownAnswers("token-weighted-loss")
+
+token_weighted_loss.mistake(
     "mean-of-means",
     {"total = group.all_reduce(counts.sum())": "total = counts.sum().clamp(min=1)", " * group.world_size": ""},
     expect="mean of the ranks' means.*no rank asked how many tokens",
 )
-mistake(
-    "token-weighted-loss",
+token_weighted_loss.mistake(
     "nothing-by-nothing",
     {"total = group.all_reduce(counts.sum())": "total = counts.sum()", " * group.world_size": ""},
     expect="which has no token that counts, returned nan",
 )
-mistake(
-    "token-weighted-loss", "no-world-size", {" * group.world_size": ""}, expect="1/3 of the right one.*multiply by 3"
+token_weighted_loss.mistake("no-world-size", {" * group.world_size": ""}, expect="1/3 of the right one.*multiply by 3")
+token_weighted_loss.mistake(
+    "counts-padding", {"(nll * counts).sum()": "nll.sum()"}, expect="does a token that does not count"
 )
-mistake(
-    "token-weighted-loss",
-    "counts-padding",
-    {"(nll * counts).sum()": "nll.sum()"},
-    expect="does a token that does not count",
-)
-mistake(
-    "token-weighted-loss",
+token_weighted_loss.mistake(
     "mean-of-means-and-a-sum",
     {
         "total = group.all_reduce(counts.sum())": (
@@ -40,28 +34,24 @@ mistake(
 )
 
 
-mistake(
-    "token-weighted-loss",
-    "always-3",
-    {"* group.world_size /": "* 3 /"},
-    expect="right on 3 ranks, but on 4 the averaged",
+token_weighted_loss.mistake(
+    "always-3", {"* group.world_size /": "* 3 /"}, expect="right on 3 ranks, but on 4 the averaged"
 )
 
 
-@alternative("token-weighted-loss", "mean-count")
+@token_weighted_loss.alternative("mean-count")
 def average_count(nll, counts, group):
     mine = counts.sum().reshape(1).clone()
     return nll[counts > 0].sum() / group.all_reduce(mine, op="avg").squeeze()
 
 
-@alternative("token-weighted-loss", "gathered-counts")
+@token_weighted_loss.alternative("gathered-counts")
 def own_mean_times_share(nll, counts, group):
     everyone = group.all_gather(counts.sum().reshape(1))
     return (nll * counts / everyone.mean()).sum()
 
 
-mistake(
-    "token-weighted-loss",
+token_weighted_loss.mistake(
     "no-graph-without-tokens",
     {
         "    return (nll": (
@@ -70,14 +60,12 @@ mistake(
     },
     expect="backward does not reach the model",
 )
-mistake(
-    "token-weighted-loss",
+token_weighted_loss.mistake(
     "counts-reduced-in-place",
     {"group.all_reduce(counts.sum())": "group.all_reduce(counts).sum()"},
     expect=r"all_reduce \[\d+\] float64 on rank . but all_reduce \[\d+\] float64 on rank",
 )
-mistake(
-    "token-weighted-loss",
+token_weighted_loss.mistake(
     "divides-by-lengths",
     {
         "total = group.all_reduce(counts.sum())": 'share = group.all_reduce(counts.mean(), op="avg")',
@@ -86,14 +74,12 @@ mistake(
     expect="ranks have nll of different lengths",
 )
 for bits in ("bfloat16", "half", "uint8"):
-    mistake(
-        "token-weighted-loss",
+    token_weighted_loss.mistake(
         f"total-in-{bits}",
         {"(counts.sum())": f"(counts.sum().to(torch.{bits}))"},
         expect="8 or 16 bits may not hold it",
     )
-mistake(
-    "token-weighted-loss",
+token_weighted_loss.mistake(
     "a-loss-of-0-does-not-count",
     {"(counts.sum())": "((nll.detach() * counts).count_nonzero())"},
     expect="a token whose loss is 0 counts, too",
@@ -102,31 +88,24 @@ mistake(
 
 # Compression
 
+top_k_error_feedback = KnownAnswers("top-k-error-feedback")
 
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.mistake(
     "no-feedback",
-    {
-        "gradient + residual\n": "gradient.clone()\n",
-        "residual.copy_(owed)": "",
-        "residual[indices] = 0": "",
-    },
+    {"gradient + residual\n": "gradient.clone()\n", "residual.copy_(owed)": "", "residual[indices] = 0": ""},
     expect="the residual is zero: what was not sent is lost",
 )
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.mistake(
     "rest-not-added",
     {"gradient + residual\n": "gradient.clone()\n", "residual.copy_(owed)": "residual += owed"},
     expect="the residual is not added before choosing",
 )
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.mistake(
     "residual-of-this-step",
     {"residual.copy_(owed)": "residual.copy_(gradient)"},
     expect="this step's rest only|nothing to do with the mean",
 )
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.mistake(
     "residual-of-the-mean",
     {
         "residual.copy_(owed)": "",
@@ -137,46 +116,39 @@ mistake(
     },
     expect="it has nothing to do with the mean",
 )
-mistake("top-k-error-feedback", "sent-twice", {"residual[indices] = 0": ""}, expect="still holds what was sent")
-mistake("top-k-error-feedback", "by-value", {"owed.abs().topk": "owed.topk"}, expect="choose by abs")
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.mistake("sent-twice", {"residual[indices] = 0": ""}, expect="still holds what was sent")
+top_k_error_feedback.mistake("by-value", {"owed.abs().topk": "owed.topk"}, expect="choose by abs")
+top_k_error_feedback.mistake(
     "one-replaces-the-other",
     {
-        (
-            "gradient.index_add_(0, everyones_indices.long(), everyones_values / group.world_size)"
-        ): "gradient[everyones_indices.long()] = everyones_values / group.world_size"
+        "gradient.index_add_(0, everyones_indices.long(), everyones_values / group.world_size)": (
+            "gradient[everyones_indices.long()] = everyones_values / group.world_size"
+        )
     },
     expect="chosen by several ranks and one value replaced",
 )
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.mistake(
     "no-division",
     {"everyones_values / group.world_size": "everyones_values"},
     expect="3 times the mean: divide by world_size",
 )
-mistake(
-    "top-k-error-feedback",
-    "always-3",
-    {"everyones_values / group.world_size": "everyones_values / 3"},
-    expect="gradient is wrong in",
+top_k_error_feedback.mistake(
+    "always-3", {"everyones_values / group.world_size": "everyones_values / 3"}, expect="gradient is wrong in"
 )
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.mistake(
     "places-as-floats",
     {"indices.int()": "indices.float()"},
     expect="with 2\\*\\*24 entries and more values arrive in other places",
 )
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.mistake(
     "always-as-many",
     {"    owed = gradient + residual": "    k = vars(group).setdefault('k', k)\n    owed = gradient + residual"},
     expect="wrong in|left out earlier|nothing to do with the mean",
 )
-mistake("top-k-error-feedback", "wide-indices", {"indices.int()": "indices"}, expect="k indices of 4 bytes")
+top_k_error_feedback.mistake("wide-indices", {"indices.int()": "indices"}, expect="k indices of 4 bytes")
 
 
-@alternative("top-k-error-feedback", "one-message")
+@top_k_error_feedback.alternative("one-message")
 def values_and_places_together(gradient, residual, k, group):
     residual += gradient
     indices = residual.abs().topk(k).indices
@@ -188,22 +160,17 @@ def values_and_places_together(gradient, residual, k, group):
         gradient[places.long()] += values.clone().view(torch.float32) / group.world_size
 
 
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.mistake(
     "above-a-threshold",
-    {
-        "owed.abs().topk(k).indices": "(owed.abs() >= owed.abs().topk(k).values[-1]).nonzero().flatten()",
-    },
+    {"owed.abs().topk(k).indices": "(owed.abs() >= owed.abs().topk(k).values[-1]).nonzero().flatten()"},
     expect="not all entries above a threshold",
 )
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.mistake(
     "equal-ones-leave-the-residual",
     {"residual[indices] = 0": "residual[torch.isin(owed, values)] = 0"},
     expect="of equal entries only those that were sent leave",
 )
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.mistake(
     "residual-of-its-own",
     {
         "owed = gradient + residual": (
@@ -213,15 +180,13 @@ mistake(
     },
     expect="with nothing kept from an earlier call",
 )
-alternative("top-k-error-feedback", "sorted", {"topk(k).indices": "argsort(descending=True)[:k]"})
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.alternative("sorted", {"topk(k).indices": "argsort(descending=True)[:k]"})
+top_k_error_feedback.mistake(
     "smallest",
     {"topk(k)": "topk(k, largest=False)"},
     says="These are the k smallest entries; the largest carry the gradient.",
 )
-mistake(
-    "top-k-error-feedback",
+top_k_error_feedback.mistake(
     "first-k",
     {"owed.abs().topk(k).indices": "torch.arange(k)"},
     says="The first k entries travel, whatever they hold: choose with topk.",

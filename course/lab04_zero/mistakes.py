@@ -4,41 +4,38 @@ import torch
 from torch import nn
 
 from course.kit import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 ANSWERS = answers_of("04_zero")
 
 # Partition
 
-mistake(
-    "shard-partition",
-    "rounds-down",
-    {"-(-sum(sizes) // world_size)": "sum(sizes) // world_size"},
-    expect="nobody's. Round up",
+shard_partition = KnownAnswers("shard-partition")
+
+shard_partition.mistake(
+    "rounds-down", {"-(-sum(sizes) // world_size)": "sum(sizes) // world_size"}, expect="nobody's. Round up"
 )
 
 
-@mistake("shard-partition", "whole-parameters", expect=r"cut through\s+parameters")
+@shard_partition.mistake("whole-parameters", expect=r"cut through\s+parameters")
 def deals_parameters_out(sizes, world_size, rank):
     length = -(-sum(sizes) // world_size)
     return length, [slice(0, size if i % world_size == rank else 0) for i, size in enumerate(sizes)]
 
 
-@mistake("shard-partition", "pads-each-parameter", expect="pad the whole line once")
+@shard_partition.mistake("pads-each-parameter", expect="pad the whole line once")
 def pads_every_parameter(sizes, world_size, rank):
     parts = [-(-size // world_size) for size in sizes]
     slices = [slice(min(rank * n, size), min((rank + 1) * n, size)) for n, size in zip(parts, sizes, strict=True)]
     return sum(parts), slices
 
 
-mistake(
-    "shard-partition",
+shard_partition.mistake(
     "slices-of-the-line",
     {"slice(low, high)": "slice(start + low, start + high)"},
     expect="count from the parameter's own start",
 )
-mistake(
-    "shard-partition",
+shard_partition.mistake(
     "shards-overlap",
     {
         "slices, start = [], 0": (
@@ -51,8 +48,7 @@ mistake(
     },
     expect=r"ranks \[\d, \d\] hold element",
 )
-mistake(
-    "shard-partition",
+shard_partition.mistake(
     "ends-before-it-begins",
     {
         "min(max(rank * length - start, 0), size)": "max(rank * length - start, 0)",
@@ -60,18 +56,17 @@ mistake(
     },
     expect=r"slice\(0, 0\) where the rank holds nothing",
 )
-mistake(
-    "shard-partition",
+shard_partition.mistake(
     "rounds-halves-to-even",
     {"-(-sum(sizes) // world_size)": "round(sum(sizes) / world_size + 0.5)"},
     expect="are enough, yours have",
 )
-mistake("shard-partition", "pairs-of-numbers", {"slice(low, high)": "(low, high)"}, expect="is no slice")
-mistake("shard-partition", "in-steps", {"slice(low, high)": "slice(low, high, 2)"}, expect="is no slice of neighbours")
-alternative("shard-partition", "open", {"slice(low, high)": "slice(low or None, high if high < size else None)"})
+shard_partition.mistake("pairs-of-numbers", {"slice(low, high)": "(low, high)"}, expect="is no slice")
+shard_partition.mistake("in-steps", {"slice(low, high)": "slice(low, high, 2)"}, expect="is no slice of neighbours")
+shard_partition.alternative("open", {"slice(low, high)": "slice(low or None, high if high < size else None)"})
 
 
-@alternative("shard-partition", "by-element-numbers")
+@shard_partition.alternative("by-element-numbers")
 def by_counting(sizes, world_size, rank):
     length = -(-sum(sizes) // world_size)
     slices, start = [], 0
@@ -84,8 +79,10 @@ def by_counting(sizes, world_size, rank):
 
 # Stage 1
 
+zero_one_step = KnownAnswers("zero-one-step")
 
-@mistake("zero-one-step", "shards-nothing", expect="this shards nothing")
+
+@zero_one_step.mistake("shards-nothing", expect="this shards nothing")
 class WholeOptimizer:
     def __init__(self, weights, group, make):
         self.group, self.whole = group, nn.Parameter(group.broadcast(weights))
@@ -96,8 +93,7 @@ class WholeOptimizer:
         self.optimizer.step()
 
 
-mistake(
-    "zero-one-step",
+zero_one_step.mistake(
     "all-reduce-then-slice",
     {
         "self.shard.grad = self.group.reduce_scatter": "whole = self.group.all_reduce",
@@ -108,8 +104,7 @@ mistake(
     },
     expect="that is 3P",
 )
-mistake(
-    "zero-one-step",
+zero_one_step.mistake(
     "forgets-the-gather",
     {
         "self.group.all_gather(self.shard.data, out=self.weights)": (
@@ -118,14 +113,10 @@ mistake(
     },
     expect="gather the updated parts",
 )
-mistake(
-    "zero-one-step",
-    "different-first-weights",
-    {"group.broadcast(weights)": "weights"},
-    expect="a patchwork: begin with rank 0's",
+zero_one_step.mistake(
+    "different-first-weights", {"group.broadcast(weights)": "weights"}, expect="a patchwork: begin with rank 0's"
 )
-mistake(
-    "zero-one-step",
+zero_one_step.mistake(
     "own-weights-until-the-first-step",
     {
         "self.weights, self.group = group.broadcast(weights), group": (
@@ -134,15 +125,17 @@ mistake(
     },
     expect="first\\s+gradients come from different models",
 )
-mistake("zero-one-step", "adds-gradients", {', op="avg"': ""}, expect="added up, not averaged")
-mistake(
-    "zero-one-step",
+zero_one_step.mistake("adds-gradients", {', op="avg"': ""}, expect="added up, not averaged")
+zero_one_step.mistake(
     "local-gradient",
-    {'self.group.reduce_scatter(gradient, op="avg")': "gradient.chunk(self.group.world_size)[self.group.rank].clone()"},
+    {
+        'self.group.reduce_scatter(gradient, op="avg")': (
+            "gradient.chunk(self.group.world_size)[self.group.rank].clone()"
+        )
+    },
     expect="owner's own gradient: reduce over the ranks",
 )
-mistake(
-    "zero-one-step",
+zero_one_step.mistake(
     "an-optimizer-per-step",
     {
         "self.optimizer = make([self.shard])": "self.make, self.optimizer = make, make([self.shard])",
@@ -150,8 +143,7 @@ mistake(
     },
     expect="call it once",
 )
-mistake(
-    "zero-one-step",
+zero_one_step.mistake(
     "adds-to-the-last-gradient",
     {
         "self.shard.grad = ": "mine = ",
@@ -164,20 +156,17 @@ mistake(
 )
 
 
-mistake(
-    "zero-one-step",
+zero_one_step.mistake(
     "keeps-a-second-copy",
     {"self.optimizer = make([self.shard])": "self.optimizer, self.before = make([self.shard]), self.weights.clone()"},
     expect="a second copy of everything",
 )
-mistake(
-    "zero-one-step",
+zero_one_step.mistake(
     "keeps-a-list-of-copies",
     {"self.optimizer = make([self.shard])": "self.optimizer, self.past = make([self.shard]), [self.weights.clone()]"},
     expect="a second copy of everything",
 )
-mistake(
-    "zero-one-step",
+zero_one_step.mistake(
     "divides-the-given-gradient",
     {
         'self.group.reduce_scatter(gradient, op="avg")': (
@@ -188,7 +177,7 @@ mistake(
 )
 
 
-@mistake("zero-one-step", "in-the-class", expect="two objects of the class side by side disturb each other")
+@zero_one_step.mistake("in-the-class", expect="two objects of the class side by side disturb each other")
 class KeptByTheClass:
     def __init__(self, weights, group, make):
         kept = type(self)
@@ -204,7 +193,7 @@ class KeptByTheClass:
         self.group.all_gather(type(self).shard.data, out=weights)
 
 
-@alternative("zero-one-step", "shard-is-a-view-of-the-weights")
+@zero_one_step.alternative("shard-is-a-view-of-the-weights")
 class ViewOfTheWeights:
     def __init__(self, weights, group, make):
         group.broadcast(weights)
@@ -218,7 +207,7 @@ class ViewOfTheWeights:
         self.group.all_gather(self.shard.data, out=self.weights)
 
 
-@alternative("zero-one-step", "a-buffer-for-the-reduced-shard")
+@zero_one_step.alternative("a-buffer-for-the-reduced-shard")
 class ReducesIntoABuffer(ANSWERS.ZeroOne):
     def __init__(self, weights, group, make):
         super().__init__(weights, group, make)
@@ -230,7 +219,7 @@ class ReducesIntoABuffer(ANSWERS.ZeroOne):
         self.group.all_gather(self.shard.data, out=self.weights)
 
 
-@alternative("zero-one-step", "each-owner-broadcasts")
+@zero_one_step.alternative("each-owner-broadcasts")
 class OwnersBroadcast(ANSWERS.ZeroOne):
     def step(self, gradient):
         n = self.group.world_size

@@ -1,12 +1,12 @@
 """Spoilers of lab 04: hooks that free nothing, flat gradients that stay, reductions that send twice as much."""
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 # Stage 2
 
+reduce_scatter_hooks = KnownAnswers("reduce-scatter-hooks")
 
-mistake(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.mistake(
     "frees-nothing",
     {
         "            for p in bucket:\n                p.grad = None\n": "",
@@ -20,8 +20,7 @@ mistake(
     },
     expect="free a bucket's gradients",
 )
-mistake(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.mistake(
     "all-reduce-then-slice",
     {
         'group.reduce_scatter(flat, op="avg")': (
@@ -30,15 +29,13 @@ mistake(
     },
     expect="sends half of what an all-reduce does",
 )
-mistake("reduce-scatter-hooks", "adds-gradients", {', op="avg"': ""}, expect="it is the sum, 4 times the average")
-mistake(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.mistake("adds-gradients", {', op="avg"': ""}, expect="it is the sum, 4 times the average")
+reduce_scatter_hooks.mistake(
     "works-once",
     {"missing.update(bucket)  # for the next backward": "missing.add(None)  # never empty again"},
     expect="armed again for the second",
 )
-mistake(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.mistake(
     "first-gradient-fires",
     {
         "            if missing:\n                return\n": "",
@@ -46,14 +43,10 @@ mistake(
     },
     expect="before the last gradient of the bucket is there",
 )
-mistake(
-    "reduce-scatter-hooks",
-    "loop-variable",
-    {"watch(index, bucket):": "watch(_, bucket):"},
-    expect="is None: was the bucket never full",
+reduce_scatter_hooks.mistake(
+    "loop-variable", {"watch(index, bucket):": "watch(_, bucket):"}, expect="is None: was the bucket never full"
 )
-mistake(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.mistake(
     "hooks-one-parameter",
     {
         "            if missing:\n                return\n": "",
@@ -61,8 +54,7 @@ mistake(
     },
     expect="'NoneType' object has no attribute 'flatten'",
 )
-mistake(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.mistake(
     "adds-to-the-last-shard",
     {
         "shards[index] = group": "mine = group",
@@ -75,14 +67,12 @@ mistake(
 )
 
 
-mistake(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.mistake(
     "fires-at-the-second",
     {"            if missing:\n": "            if len(bucket) - len(missing) != 2:  # a weight and a bias\n"},
     expect="'NoneType' object has no attribute 'flatten'",
 )
-mistake(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.mistake(
     "a-buffer-of-float32",
     {
         "flat = torch.cat([p.grad.flatten() for p in bucket])": (
@@ -94,7 +84,7 @@ mistake(
 )
 
 
-@alternative("reduce-scatter-hooks", "counts-and-a-flat-buffer")
+@reduce_scatter_hooks.alternative("counts-and-a-flat-buffer")
 def with_a_buffer(buckets, group):
     return fills_buffers(buckets, group, drop=True)
 
@@ -124,13 +114,12 @@ def fills_buffers(buckets, group, drop):
     return shards
 
 
-@mistake("reduce-scatter-hooks", "a-buffer-per-bucket-for-ever", expect="no buffer per bucket")
+@reduce_scatter_hooks.mistake("a-buffer-per-bucket-for-ever", expect="no buffer per bucket")
 def with_buffers_that_stay(buckets, group):
     return fills_buffers(buckets, group, drop=False)
 
 
-alternative(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.alternative(
     "one-buffer-for-all-buckets",
     {
         "shards = [None] * len(buckets)": (
@@ -145,8 +134,7 @@ alternative(
         ),
     },
 )
-mistake(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.mistake(
     "shards-are-views-of-whole-buckets",
     {
         'group.reduce_scatter(flat, op="avg")': (
@@ -155,8 +143,7 @@ mistake(
     },
     expect="none that is a view of a whole bucket",
 )
-mistake(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.mistake(
     "keeps-flat-gradients",
     {
         "shards = [None] * len(buckets)": "shards, whole = [None] * len(buckets), {}",
@@ -164,8 +151,7 @@ mistake(
     },
     expect="whole flat gradients are still there after backward",
 )
-mistake(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.mistake(
     "all-buckets-at-the-end",
     {
         "shards = [None] * len(buckets)": "shards, waiting = [None] * len(buckets), {}",
@@ -178,8 +164,7 @@ mistake(
     },
     expect="as soon as its last gradient is there",
 )
-mistake(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.mistake(
     "padding-left-as-it-was",
     {
         "flat = F.pad(flat, (0, -len(flat) % group.world_size))": (
@@ -190,8 +175,7 @@ mistake(
 )
 
 
-alternative(
-    "reduce-scatter-hooks",
+reduce_scatter_hooks.alternative(
     "all-to-all-and-a-sum",
     {'group.reduce_scatter(flat, op="avg")': "group.all_to_all(flat).view(group.world_size, -1).mean(0)"},
 )

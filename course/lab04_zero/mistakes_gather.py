@@ -3,12 +3,14 @@
 import torch
 
 from course.kit import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 ANSWERS = answers_of("04_zero")
 
-mistake(
-    "gather-compute-free",
+
+gather_compute_free = KnownAnswers("gather-compute-free")
+
+gather_compute_free.mistake(
     "keeps-the-gathered-block",
     {
         "ctx.save_for_backward(x, shard)": (
@@ -22,8 +24,7 @@ mistake(
 )
 
 
-mistake(
-    "gather-compute-free",
+gather_compute_free.mistake(
     "keeps-a-hidden-copy",
     {
         "ctx.save_for_backward(x, shard)": (
@@ -35,8 +36,7 @@ mistake(
     },
     expect="their weights stay somewhere",
 )
-mistake(
-    "gather-compute-free",
+gather_compute_free.mistake(
     "last-block-stays",
     {
         "return compute(x, group.all_gather(shard))": (
@@ -45,8 +45,7 @@ mistake(
     },
     expect="is still there when all have computed",
 )
-mistake(
-    "gather-compute-free",
+gather_compute_free.mistake(
     "keeps-whole-gradients",
     {
         'return x_gradient, ctx.group.reduce_scatter(gradient, op="avg")': (
@@ -55,8 +54,7 @@ mistake(
     },
     expect="what goes into it",
 )
-mistake(
-    "gather-compute-free",
+gather_compute_free.mistake(
     "computes-once-per-gradient",
     {
         "            output = ctx.compute(x, weights)": (
@@ -65,14 +63,12 @@ mistake(
     },
     expect="once in forward, once in backward",
 )
-mistake(
-    "gather-compute-free",
+gather_compute_free.mistake(
     "relies-on-the-input-needing-a-gradient",
     {"x, weights = x.detach().requires_grad_(), ": "weights = "},
     expect="does not require grad|appears to not have been used",
 )
-mistake(
-    "gather-compute-free",
+gather_compute_free.mistake(
     "all-reduce-then-slice",
     {
         'ctx.group.reduce_scatter(gradient, op="avg")': (
@@ -81,22 +77,20 @@ mistake(
     },
     expect="two all-gathers and one reduce-scatter",
 )
-mistake("gather-compute-free", "adds-gradients", {', op="avg"': ""}, expect="it is the sum, 4 times the average")
-mistake(
-    "gather-compute-free",
+gather_compute_free.mistake("adds-gradients", {', op="avg"': ""}, expect="it is the sum, 4 times the average")
+gather_compute_free.mistake(
     "no-reduction",
     {'ctx.group.reduce_scatter(gradient, op="avg")': "gradient.chunk(ctx.group.world_size)[ctx.group.rank].clone()"},
     expect="nothing was reduced",
 )
-mistake(
-    "gather-compute-free",
+gather_compute_free.mistake(
     "reduces-activations",
     {"return x_gradient,": 'return ctx.group.all_reduce(x_gradient, op="avg"),'},
     expect="the gradient of x is wrong",
 )
 
 
-@alternative("gather-compute-free", "empties-the-storage")
+@gather_compute_free.alternative("empties-the-storage")
 class EmptiesTheStorage(torch.autograd.Function):
     """Keeps the tensor, frees its memory: how FSDP does it."""
 
@@ -122,7 +116,7 @@ class EmptiesTheStorage(torch.autograd.Function):
         return dx, ctx.group.reduce_scatter(dw) / ctx.group.world_size, None, None
 
 
-@alternative("gather-compute-free", "backward-instead-of-grad")
+@gather_compute_free.alternative("backward-instead-of-grad")
 class CallsBackward(ANSWERS.GatheredBlock):
     @staticmethod
     def backward(ctx, output_gradient):
@@ -133,7 +127,7 @@ class CallsBackward(ANSWERS.GatheredBlock):
         return x.grad, ctx.group.reduce_scatter(weights.grad, op="avg"), None, None
 
 
-@alternative("gather-compute-free", "functional-vjp")
+@gather_compute_free.alternative("functional-vjp")
 class ByVjp(ANSWERS.GatheredBlock):
     @staticmethod
     def backward(ctx, output_gradient):
@@ -143,7 +137,7 @@ class ByVjp(ANSWERS.GatheredBlock):
         return dx, ctx.group.reduce_scatter(dw, op="avg"), None, None
 
 
-@alternative("gather-compute-free", "torch-checkpoint-of-a-gather")
+@gather_compute_free.alternative("torch-checkpoint-of-a-gather")
 class ByCheckpoint:
     """A gather that autograd knows, under torch's checkpointing: the second gather is the recomputation."""
 

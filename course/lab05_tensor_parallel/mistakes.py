@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from course.kit import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 from minillm.comm import ring_all_gather, ring_reduce_scatter
 
 ANSWERS = answers_of("05_tensor_parallel")
@@ -12,29 +12,21 @@ Enter, Leave, cut_mlp, mlp = ANSWERS.Enter, ANSWERS.Leave, ANSWERS.cut_mlp, ANSW
 
 # The conjugate operators
 
-mistake(
-    "conjugate-operators",
-    "no-reduction-of-dx",
-    {"ctx.group.all_reduce(gradient.clone())": "gradient"},
-    expect="other parts' shares are lost",
+conjugate_operators = KnownAnswers("conjugate-operators")
+
+conjugate_operators.mistake(
+    "no-reduction-of-dx", {"ctx.group.all_reduce(gradient.clone())": "gradient"}, expect="other parts' shares are lost"
 )
-mistake(
-    "conjugate-operators", "averages-dx", {"gradient.clone()": 'gradient.clone(), op="avg"'}, expect="their shares add"
+conjugate_operators.mistake(
+    "averages-dx", {"gradient.clone()": 'gradient.clone(), op="avg"'}, expect="their shares add"
 )
-mistake(
-    "conjugate-operators",
-    "reduces-in-place",
-    {"gradient.clone()": "gradient"},
-    expect="changed the gradient it was handed",
+conjugate_operators.mistake(
+    "reduces-in-place", {"gradient.clone()": "gradient"}, expect="changed the gradient it was handed"
 )
-mistake(
-    "conjugate-operators",
-    "broadcasts-x",
-    {"x.view_as(x)": "group.broadcast(x.clone())"},
-    expect="every rank has x already",
+conjugate_operators.mistake(
+    "broadcasts-x", {"x.view_as(x)": "group.broadcast(x.clone())"}, expect="every rank has x already"
 )
-mistake(
-    "conjugate-operators",
+conjugate_operators.mistake(
     "row-backward-mirrors-forward",
     {
         "return group.all_reduce": "ctx.group = group\n        return group.all_reduce",
@@ -42,8 +34,7 @@ mistake(
     },
     expect="4 times too large",
 )
-mistake(
-    "conjugate-operators",
+conjugate_operators.mistake(
     "mirrors-and-divides",
     {
         "return group.all_reduce": "ctx.group = group\n        return group.all_reduce",
@@ -51,28 +42,21 @@ mistake(
     },
     expect="right values, but backward called 1 all_reduce",
 )
-mistake(
-    "conjugate-operators",
-    "averages-the-output",
-    {"share.clone()": 'share.clone(), op="avg"'},
-    expect="parts of one sum",
+conjugate_operators.mistake(
+    "averages-the-output", {"share.clone()": 'share.clone(), op="avg"'}, expect="parts of one sum"
 )
-mistake(
-    "conjugate-operators",
+conjugate_operators.mistake(
     "group-in-the-class",
     {
         "ctx.group = group": "Enter.group = group",
-        "ctx.group.all_reduce(gradient.clone())": ("Enter.group.all_reduce(gradient.clone())"),
+        "ctx.group.all_reduce(gradient.clone())": "Enter.group.all_reduce(gradient.clone())",
     },
     expect="keep the group in ctx",
 )
-mistake(
-    "conjugate-operators",
-    "sums-in-float64",
-    {"share.clone()": "share.double()"},
-    expect="returned torch.float64 for inputs of torch.float32",
+conjugate_operators.mistake(
+    "sums-in-float64", {"share.clone()": "share.double()"}, expect="returned torch.float64 for inputs of torch.float32"
 )
-mistake("conjugate-operators", "changes-its-input", {"share.clone()": "share"}, expect="forward changed its input")
+conjugate_operators.mistake("changes-its-input", {"share.clone()": "share"}, expect="forward changed its input")
 
 
 class ByFunctions:
@@ -104,13 +88,14 @@ class InTwoHalves(Leave):
         return ring_all_gather(ring_reduce_scatter(flat, group), group, torch.empty_like(flat)).view_as(share)
 
 
-alternative("conjugate-operators", "hook-and-constant")((ByFunctions, BySubtraction))
-alternative("conjugate-operators", "reduce-scatter-and-gather")((Enter, InTwoHalves))
+conjugate_operators.alternative("hook-and-constant")((ByFunctions, BySubtraction))
+conjugate_operators.alternative("reduce-scatter-and-gather")((Enter, InTwoHalves))
 
 # The MLP
 
-mistake(
-    "parallel-mlp",
+parallel_mlp = KnownAnswers("parallel-mlp")
+
+parallel_mlp.mistake(
     "cut-the-wrong-way",
     {
         "gate.chunk(world_size)": "gate.chunk(world_size, dim=1)",
@@ -119,11 +104,8 @@ mistake(
     },
     expect="inner numbers, whole",
 )
-mistake(
-    "parallel-mlp", "forgets-enter", {"x = Enter.apply(x, group)": ""}, expect="is Enter in front of every use of x"
-)
-mistake(
-    "parallel-mlp",
+parallel_mlp.mistake("forgets-enter", {"x = Enter.apply(x, group)": ""}, expect="is Enter in front of every use of x")
+parallel_mlp.mistake(
     "one-enter-each",
     {
         "x = Enter.apply(x, group)": "",
@@ -132,9 +114,8 @@ mistake(
     },
     expect="backward called 2 all_reduce",
 )
-mistake("parallel-mlp", "no-return", {"return Leave.apply": "Leave.apply"}, expect="is there a return")
-mistake(
-    "parallel-mlp",
+parallel_mlp.mistake("no-return", {"return Leave.apply": "Leave.apply"}, expect="is there a return")
+parallel_mlp.mistake(
     "autograd-cut-off",
     {
         "Leave.apply((F.silu(x @ gate.T) * (x @ up.T)) @ down.T, group)": (
@@ -143,8 +124,7 @@ mistake(
     },
     expect="autograd cannot pass through it",
 )
-mistake(
-    "parallel-mlp",
+parallel_mlp.mistake(
     "forgets-leave",
     {"Leave.apply((F.silu(x @ gate.T) * (x @ up.T)) @ down.T, group)": "(F.silu(x @ gate.T) * (x @ up.T)) @ down.T"},
     expect="output is wrong",
@@ -172,9 +152,7 @@ def gathers_between(x, shards, group):
     return Leave.apply(inner.chunk(group.world_size, dim=1)[group.rank] @ down.T, group)
 
 
-mistake("parallel-mlp", "gathers-between-the-layers", expect="needs nothing from the others")(
-    (cut_mlp, gathers_between)
-)
+parallel_mlp.mistake("gathers-between-the-layers", expect="needs nothing from the others")((cut_mlp, gathers_between))
 
 
 def fused(x, shards, group):
@@ -184,9 +162,8 @@ def fused(x, shards, group):
     return Leave.apply((F.silu(gate) * up) @ shards[2].T, group)
 
 
-alternative("parallel-mlp", "gate-and-up-in-one")((cut_mlp, fused))
-alternative(
-    "parallel-mlp",
+parallel_mlp.alternative("gate-and-up-in-one")((cut_mlp, fused))
+parallel_mlp.alternative(
     "every-t-th-inner-number",
     {
         "gate.chunk(world_size)[rank]": "gate[rank::world_size]",

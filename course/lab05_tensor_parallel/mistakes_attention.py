@@ -1,11 +1,12 @@
 """Spoilers of lab 05: kv heads on the wrong ranks, all-reduces that hide nothing."""
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 # Attention
 
-mistake(
-    "parallel-attention",
+parallel_attention = KnownAnswers("parallel-attention")
+
+parallel_attention.mistake(
     "kv-cut-like-queries",
     {
         "range(queries.start // served, (queries.stop - 1) // served + 1)": (
@@ -14,14 +15,12 @@ mistake(
     },
     expect=r"kv head \d is not on that rank",
 )
-mistake(
-    "parallel-attention",
+parallel_attention.mistake(
     "all-kv-heads-everywhere",
     {"range(queries.start // served, (queries.stop - 1) // served + 1)": "range(num_kv_heads)"},
     expect="memory for nothing",
 )
-mistake(
-    "parallel-attention",
+parallel_attention.mistake(
     "one-enter-each",
     {
         "x = Enter.apply(x, group)": "",
@@ -29,14 +28,12 @@ mistake(
     },
     expect="backward called 3 all_reduce",
 )
-mistake(
-    "parallel-attention",
+parallel_attention.mistake(
     "v-without-enter",
     {"x = Enter": "inside = Enter", "x @ q.T, x @ k.T": "inside @ q.T, inside @ k.T"},
     expect="gradient of x is wrong",
 )
-mistake(
-    "parallel-attention",
+parallel_attention.mistake(
     "leaves-twice",
     {
         "return Leave.apply(attend(x @ q.T, x @ k.T, x @ v.T) @ o.T, group)": (
@@ -45,8 +42,7 @@ mistake(
     },
     expect="the output is wrong",
 )
-alternative(
-    "parallel-attention",
+parallel_attention.alternative(
     "qkv-in-one",
     {
         "attend(x @ q.T, x @ k.T, x @ v.T)": (
@@ -57,8 +53,9 @@ alternative(
 
 # The overlapped input gradient
 
-mistake(
-    "overlapped-input-gradient",
+overlapped_input_gradient = KnownAnswers("overlapped-input-gradient")
+
+overlapped_input_gradient.mistake(
     "blocks",
     {
         "handle = ctx.group.all_reduce(x_gradient, async_op=True)": "ctx.group.all_reduce(x_gradient)",
@@ -66,8 +63,7 @@ mistake(
     },
     expect="async_op=True returns a handle at once",
 )
-mistake(
-    "overlapped-input-gradient",
+overlapped_input_gradient.mistake(
     "weight-first",
     {
         "        weight_gradient = gradient.T @ x\n": "",
@@ -75,32 +71,27 @@ mistake(
     },
     expect="nothing left to compute beside it",
 )
-mistake(
-    "overlapped-input-gradient",
+overlapped_input_gradient.mistake(
     "waits-at-once",
     {"async_op=True)": "async_op=True).wait()", "        handle.wait()\n": ""},
     expect="compute dW before the wait",
 )
-mistake(
-    "overlapped-input-gradient",
+overlapped_input_gradient.mistake(
     "reduces-the-weight",
     {"gradient.T @ x": "ctx.group.all_reduce(gradient.T @ x)"},
     expect="it stays on this rank, unreduced",
 )
-mistake(
-    "overlapped-input-gradient",
+overlapped_input_gradient.mistake(
     "no-reduction",
     {"handle = ctx.group.all_reduce(x_gradient, async_op=True)": "", "handle.wait()": ""},
     expect="this rank's share alone",
 )
-mistake(
-    "overlapped-input-gradient",
+overlapped_input_gradient.mistake(
     "gathers-the-output",
     {"return x @ weight.T": "group.all_gather(x @ weight.T)\n        return x @ weight.T"},
     expect="which stay here",
 )
-mistake(
-    "overlapped-input-gradient",
+overlapped_input_gradient.mistake(
     "computes-dw-again",
     {
         "weight_gradient = gradient.T @ x": "gradient.T @ x  # hides the all-reduce and is thrown away",
@@ -108,14 +99,12 @@ mistake(
     },
     expect="is computed 2 times",
 )
-mistake(
-    "overlapped-input-gradient",
+overlapped_input_gradient.mistake(
     "saved-in-the-class",
     {"ctx.save_for_backward(x, weight)": "ColumnLinear.saved = x, weight", "ctx.saved_tensors": "ColumnLinear.saved"},
     expect="keep x, weight and group in ctx",
 )
-alternative(
-    "overlapped-input-gradient",
+overlapped_input_gradient.alternative(
     "dx-in-two-halves",
     {
         "x_gradient = gradient @ weight": (

@@ -1,10 +1,12 @@
 """Spoilers of lab 05: sequence shards whose norms drift apart, sums that are thrown away."""
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 # The bug of gpt-neox#1257, PaddleNLP#7610 and Megatron-LM#1446.
-mistake(
-    "sequence-parallel",
+
+sequence_parallel = KnownAnswers("sequence-parallel")
+
+sequence_parallel.mistake(
     "norm-gradients-not-reduced",
     {
         "group.all_reduce(torch.cat([p.grad.flatten() for p in parameters]))": (
@@ -13,14 +15,10 @@ mistake(
     },
     expect="will drift apart",
 )
-mistake(
-    "sequence-parallel",
-    "norm-gradients-averaged",
-    {"in parameters]))": 'in parameters]), op="avg")'},
-    expect="so the shares add",
+sequence_parallel.mistake(
+    "norm-gradients-averaged", {"in parameters]))": 'in parameters]), op="avg")'}, expect="so the shares add"
 )
-mistake(
-    "sequence-parallel",
+sequence_parallel.mistake(
     "one-all-reduce-per-norm",
     {
         "group.all_reduce(torch.cat([p.grad.flatten() for p in parameters]))": (
@@ -29,20 +27,21 @@ mistake(
     },
     expect="latency is all they cost",
 )
-mistake(
-    "sequence-parallel",
+sequence_parallel.mistake(
     "gather-backward-cuts",
-    {"ctx.group.reduce_scatter(gradient.contiguous())": "gradient.chunk(ctx.group.world_size)[ctx.group.rank].clone()"},
+    {
+        "ctx.group.reduce_scatter(gradient.contiguous())": (
+            "gradient.chunk(ctx.group.world_size)[ctx.group.rank].clone()"
+        )
+    },
     expect="has to sum the ranks' shares",
 )
-mistake(
-    "sequence-parallel",
+sequence_parallel.mistake(
     "all-reduce-then-slice",
     {"group.reduce_scatter(share)": "group.all_reduce(share.clone()).chunk(group.world_size)[group.rank].clone()"},
     expect="its own rows of the sum only",
 )
-mistake(
-    "sequence-parallel",
+sequence_parallel.mistake(
     "backward-all-reduce-then-slice",
     {
         "ctx.group.reduce_scatter(gradient.contiguous())": (
@@ -51,14 +50,12 @@ mistake(
     },
     expect="its own rows of the sum only",
 )
-mistake(
-    "sequence-parallel",
+sequence_parallel.mistake(
     "scatter-without-sum",
     {"group.reduce_scatter(share)": "share.chunk(group.world_size)[group.rank].clone()"},
     expect="the output is wrong",
 )
-mistake(
-    "sequence-parallel",
+sequence_parallel.mistake(
     "scatter-backward-own-rows",
     {
         "ctx.group.all_gather(gradient.contiguous())": (
@@ -67,8 +64,7 @@ mistake(
     },
     expect="bring the gradients of all rows",
 )
-alternative(
-    "sequence-parallel",
+sequence_parallel.alternative(
     "all-to-all-and-a-sum",
     {
         "group.reduce_scatter(share)": (
@@ -79,14 +75,12 @@ alternative(
         ),
     },
 )
-mistake(
-    "sequence-parallel",
+sequence_parallel.mistake(
     "new-gradients",
     {"p.grad.copy_(total.view_as(p.grad))": "p.grad = total.view_as(p.grad).clone()"},
     expect="right sums, but in new tensors",
 )
-mistake(
-    "sequence-parallel",
+sequence_parallel.mistake(
     "norms-of-one-length",
     {
         "torch.cat([p.grad.flatten() for p in parameters])": (
@@ -96,8 +90,7 @@ mistake(
     },
     expect="wrong for three norms of several lengths|size",
 )
-mistake(
-    "sequence-parallel",
+sequence_parallel.mistake(
     "gathers-the-norms",
     {
         "group.all_reduce(torch.cat([p.grad.flatten() for p in parameters]))": (
@@ -106,8 +99,7 @@ mistake(
     },
     expect="1 all_gather, where one all-reduce sends less",
 )
-mistake(
-    "sequence-parallel",
+sequence_parallel.mistake(
     "group-in-the-class",
     {
         "ctx.group = group\n        return group.all_gather": "GatherIn.group = group\n        return group.all_gather",

@@ -4,21 +4,21 @@ import torch
 import torch.nn.functional as F
 
 from course.kit import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 ANSWERS = answers_of("05_tensor_parallel")
 Leave = ANSWERS.Leave
 
 # The embedding
 
-mistake(
-    "vocabulary-embedding",
+vocabulary_embedding = KnownAnswers("vocabulary-embedding")
+
+vocabulary_embedding.mistake(
     "rows-not-masked",
     {".masked_fill(outside[:, None], 0.0)": ""},
     expect="those that do not hold the token must add zeros",
 )
-mistake(
-    "vocabulary-embedding",
+vocabulary_embedding.mistake(
     "ids-dealt-out-in-turn",
     {
         "tokens - group.rank * len(rows)": "tokens // group.world_size",
@@ -26,21 +26,15 @@ mistake(
     },
     expect="where do this rank's rows begin",
 )
-mistake(
-    "vocabulary-embedding",
-    "last-row-lost",
-    {"local >= len(rows)": "local >= len(rows) - 1"},
-    expect="it is zero: nobody's row was added",
+vocabulary_embedding.mistake(
+    "last-row-lost", {"local >= len(rows)": "local >= len(rows) - 1"}, expect="it is zero: nobody's row was added"
 )
-mistake(
-    "vocabulary-embedding",
-    "averages",
-    {"0.0), group)": "0.0), group) / group.world_size"},
-    expect="it is divided by the ranks",
+vocabulary_embedding.mistake(
+    "averages", {"0.0), group)": "0.0), group) / group.world_size"}, expect="it is divided by the ranks"
 )
 
 
-@mistake("vocabulary-embedding", "gathers-the-table", expect="one all-reduce of the")
+@vocabulary_embedding.mistake("gathers-the-table", expect="one all-reduce of the")
 def gathers_the_table(tokens, rows, group):
     class Gather(torch.autograd.Function):
         @staticmethod
@@ -54,7 +48,7 @@ def gathers_the_table(tokens, rows, group):
     return F.embedding(tokens, Gather.apply(rows))
 
 
-@mistake("vocabulary-embedding", "gathers-the-table-and-sums-gradients", expect="1 all_gather and backward 1 reduce_sc")
+@vocabulary_embedding.mistake("gathers-the-table-and-sums-gradients", expect="1 all_gather and backward 1 reduce_sc")
 def gathers_and_scatters(tokens, rows, group):
     class Gather(torch.autograd.Function):
         @staticmethod
@@ -68,13 +62,12 @@ def gathers_and_scatters(tokens, rows, group):
     return F.embedding(tokens, Gather.apply(rows))
 
 
-@mistake("vocabulary-embedding", "gathers-the-table-outside-autograd", expect="1 all_gather.*no weight has to travel")
+@vocabulary_embedding.mistake("gathers-the-table-outside-autograd", expect="1 all_gather.*no weight has to travel")
 def looks_up_in_a_gathered_copy(tokens, rows, group):
     return F.embedding(tokens, group.all_gather(rows.detach()))
 
 
-mistake(
-    "vocabulary-embedding",
+vocabulary_embedding.mistake(
     "mask-as-a-number",
     {
         "return Leave.apply(found.masked_fill(outside[:, None], 0.0), group)": (
@@ -83,15 +76,14 @@ mistake(
     },
     expect="gradient of its rows is wrong",
 )
-mistake(
-    "vocabulary-embedding",
+vocabulary_embedding.mistake(
     "changes-the-tokens",
     {"tokens - group.rank * len(rows)": "tokens.sub_(group.rank * len(rows))"},
     expect="changed its input",
 )
 
 
-@alternative("vocabulary-embedding", "one-hot-product")
+@vocabulary_embedding.alternative("one-hot-product")
 def by_one_hot(tokens, rows, group):
     mine = torch.arange(len(rows)) + group.rank * len(rows)
     return Leave.apply((tokens[:, None] == mine).to(rows.dtype) @ rows, group)
@@ -99,28 +91,25 @@ def by_one_hot(tokens, rows, group):
 
 # The loss
 
+vocabulary_cross_entropy = KnownAnswers("vocabulary-cross-entropy")
 
-mistake(
-    "vocabulary-cross-entropy",
+vocabulary_cross_entropy.mistake(
     "own-maximum",
     {'group.all_reduce(logits.detach().amax(dim=1), op="max")': "logits.detach().amax(dim=1)"},
     expect="is the same number subtracted on every rank",
 )
-mistake(
-    "vocabulary-cross-entropy",
-    "target-not-masked",
-    {"picked = picked.masked_fill(outside, 0.0)": ""},
-    expect="from the one rank that has it",
+vocabulary_cross_entropy.mistake(
+    "target-not-masked", {"picked = picked.masked_fill(outside, 0.0)": ""}, expect="from the one rank that has it"
 )
 
 
-@mistake("vocabulary-cross-entropy", "own-vocabulary-only", expect="this rank's part of the vocabulary alone")
+@vocabulary_cross_entropy.mistake("own-vocabulary-only", expect="this rank's part of the vocabulary alone")
 def own_vocabulary(logits, targets, group):
     local = (targets - group.rank * logits.shape[1]).clamp(0, logits.shape[1] - 1)
     return F.cross_entropy(logits, local, reduction="none")
 
 
-@mistake("vocabulary-cross-entropy", "gathers-the-logits", expect="the logits stay where they are")
+@vocabulary_cross_entropy.mistake("gathers-the-logits", expect="the logits stay where they are")
 def gathers_the_logits(logits, targets, group):
     class Gather(torch.autograd.Function):
         @staticmethod
@@ -134,8 +123,7 @@ def gathers_the_logits(logits, targets, group):
     return F.cross_entropy(Gather.apply(logits), targets, reduction="none")
 
 
-mistake(
-    "vocabulary-cross-entropy",
+vocabulary_cross_entropy.mistake(
     "sums-gradients-again",
     {
         "Leave.apply(torch.stack([logits.exp().sum(dim=1), picked]), group)": (
@@ -144,20 +132,15 @@ mistake(
     },
     expect="4 times too large",
 )
-mistake(
-    "vocabulary-cross-entropy",
-    "mean-of-the-maxima",
-    {'op="max"': 'op="avg"'},
-    expect="Subtract the largest logit of all ranks first",
+vocabulary_cross_entropy.mistake(
+    "mean-of-the-maxima", {'op="max"': 'op="avg"'}, expect="Subtract the largest logit of all ranks first"
 )
-mistake(
-    "vocabulary-cross-entropy",
+vocabulary_cross_entropy.mistake(
     "changes-the-logits",
     {"logits = logits - highest[:, None]": "with torch.no_grad():\n        logits -= highest[:, None]"},
     expect="changed its input",
 )
-mistake(
-    "vocabulary-cross-entropy",
+vocabulary_cross_entropy.mistake(
     "in-float32",
     {
         "logits = logits - highest[:, None]": "logits = (logits - highest[:, None]).float()",
@@ -165,8 +148,7 @@ mistake(
     },
     expect="of token 0 is wrong: it is right to float32's digits only",
 )
-alternative(
-    "vocabulary-cross-entropy",
+vocabulary_cross_entropy.alternative(
     "three-all-reduces",
     {
         "Leave.apply(torch.stack([logits.exp().sum(dim=1), picked]), group)": (
@@ -176,7 +158,7 @@ alternative(
 )
 
 
-@alternative("vocabulary-cross-entropy", "gathers-log-sums")
+@vocabulary_cross_entropy.alternative("gathers-log-sums")
 def gathers_log_sums(logits, targets, group):
     """Each rank's log-sum-exp and target logit, two numbers per token, gathered and combined."""
     n, share = group.world_size, logits.shape[1]

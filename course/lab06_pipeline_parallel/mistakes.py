@@ -3,7 +3,7 @@
 import itertools
 
 from course.kit import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 from minillm.parallel.pipeline_parallel.schedule.schedules import one_f_one_b
 
 ANSWERS = answers_of("06_pipeline_parallel")
@@ -11,66 +11,59 @@ ANSWERS = answers_of("06_pipeline_parallel")
 
 # GPipe
 
+gpipe_order = KnownAnswers("gpipe-order")
 
-@mistake("gpipe-order", "one-at-a-time", expect="takes 96 where 33 are enough")
+
+@gpipe_order.mistake("one-at-a-time", expect="takes 96 where 33 are enough")
 def one_at_a_time(stage, stages, microbatches):
     return [f"{kind}{m}" for m in range(microbatches) for kind in "FB"]
 
 
-mistake(
-    "gpipe-order",
+gpipe_order.mistake(
     "last-backward-forgotten",
     {'[f"B{m}" for m in range(microbatches)]': '[f"B{m}" for m in range(microbatches - 1)]'},
     expect=r"B\d is missing",
 )
-mistake(
-    "gpipe-order",
-    "backward-first",
-    {'f"F{m}"': "f'B{m}'", 'f"B{m}"': "f'F{m}'"},
-    expect="does B0 before F0, which it needs",
+gpipe_order.mistake(
+    "backward-first", {'f"F{m}"': "f'B{m}'", 'f"B{m}"': "f'F{m}'"}, expect="does B0 before F0, which it needs"
 )
 
 
-@mistake("gpipe-order", "first-stage-in-turns", expect="the ranks wait for each other")
+@gpipe_order.mistake("first-stage-in-turns", expect="the ranks wait for each other")
 def first_stage_in_turns(stage, stages, microbatches):
     return (ANSWERS.one_f_one_b_order if stage == 0 else ANSWERS.gpipe_order)(stage, stages, microbatches)
 
 
-@mistake("gpipe-order", "one-f-one-b", expect="GPipe does all forwards first")
+@gpipe_order.mistake("one-f-one-b", expect="GPipe does all forwards first")
 def turns(stage, stages, microbatches):
     return ANSWERS.one_f_one_b_order(stage, stages, microbatches)
 
 
-@alternative("gpipe-order", "backwards-from-the-last-microbatch")
+@gpipe_order.alternative("backwards-from-the-last-microbatch")
 def last_in_first_out(stage, stages, microbatches):
     return [f"F{m}" for m in range(microbatches)] + [f"B{m}" for m in reversed(range(microbatches))]
 
 
 # 1F1B
 
+one_f_one_b_order = KnownAnswers("one-f-one-b-order")
 
-@mistake("one-f-one-b-order", "gpipe", expect="that is GPipe")
+
+@one_f_one_b_order.mistake("gpipe", expect="that is GPipe")
 def gpipe(stage, stages, microbatches):
     return ANSWERS.gpipe_order(stage, stages, microbatches)
 
 
-mistake(
-    "one-f-one-b-order", "never-fills", {"min(stages - 1 - stage, microbatches)": "0"}, expect="takes .* are enough"
+one_f_one_b_order.mistake("never-fills", {"min(stages - 1 - stage, microbatches)": "0"}, expect="takes .* are enough")
+one_f_one_b_order.mistake(
+    "same-on-all-stages", {"stages - 1 - stage": "stages - 1"}, expect=r"stage 1 holds 4 microbatches at once where 3"
 )
-mistake(
-    "one-f-one-b-order",
-    "same-on-all-stages",
-    {"stages - 1 - stage": "stages - 1"},
-    expect=r"stage 1 holds 4 microbatches at once where 3",
-)
-mistake(
-    "one-f-one-b-order",
+one_f_one_b_order.mistake(
     "no-cooldown",
     {' + [f"B{m}" for m in range(microbatches - to_fill, microbatches)]': ""},
     expect=r"B5 is missing from the order of rank 0",
 )
-mistake(
-    "one-f-one-b-order",
+one_f_one_b_order.mistake(
     "more-fill-than-microbatches",
     {
         "min(stages - 1 - stage, microbatches)": "stages - 1 - stage",
@@ -78,14 +71,12 @@ mistake(
     },
     expect="4 stages, 2 microbatches: .*contains F2, but microbatches are numbered 0 to 1",
 )
-mistake(
-    "one-f-one-b-order",
+one_f_one_b_order.mistake(
     "backward-before-forward",
     {'f"F{to_fill + m}", f"B{m}"': 'f"B{m}", f"F{to_fill + m}"'},
     expect="the ranks wait for each other|before",
 )
-mistake(
-    "one-f-one-b-order",
+one_f_one_b_order.mistake(
     "backward-of-the-newest",
     {
         'f"F{to_fill + m}", f"B{m}"': 'f"F{to_fill + m}", f"B{to_fill + m}"',
@@ -95,7 +86,7 @@ mistake(
 )
 
 
-@alternative("one-f-one-b-order", "whatever-is-allowed-next")
+@one_f_one_b_order.alternative("whatever-is-allowed-next")
 def by_limit(stage, stages, microbatches):
     forwards, backwards, order = 0, 0, []
     while backwards < microbatches:
@@ -108,21 +99,23 @@ def by_limit(stage, stages, microbatches):
     return order
 
 
-@alternative("one-f-one-b-order", "as-actions")
+@one_f_one_b_order.alternative("as-actions")
 def as_actions(stage, stages, microbatches):
     return one_f_one_b(stages, microbatches).actions(stage)
 
 
 # Balance
 
+balance_stages = KnownAnswers("balance-stages")
 
-@mistake("balance-stages", "as-many-layers-each", expect="your slowest stage takes")
+
+@balance_stages.mistake("as-many-layers-each", expect="your slowest stage takes")
 def equal_counts(costs, parts):
     edges = [part * len(costs) // parts for part in range(parts + 1)]
     return [range(*pair) for pair in itertools.pairwise(edges)]
 
 
-@mistake("balance-stages", "fills-up-to-the-mean", expect="gets no layer|your slowest stage takes")
+@balance_stages.mistake("fills-up-to-the-mean", expect="gets no layer|your slowest stage takes")
 def greedy(costs, parts):
     mean, edges, held = sum(costs) / parts, [0], 0.0
     for layer, cost in enumerate(costs):
@@ -134,8 +127,7 @@ def greedy(costs, parts):
     return [range(*pair) for pair in itertools.pairwise(edges)]
 
 
-mistake(
-    "balance-stages",
+balance_stages.mistake(
     "last-layer-left-out",
     {
         "[range(a, b) for a, b in itertools.pairwise((0, *cuts, len(costs)))]": (
@@ -144,21 +136,15 @@ mistake(
     },
     expect="is not every layer once|gets no layer",
 )
-mistake(
-    "balance-stages",
-    "numbers-instead-of-ranges",
-    {"range(a, b)": "b - a"},
-    expect="the exercise asks for a list of ranges",
+balance_stages.mistake(
+    "numbers-instead-of-ranges", {"range(a, b)": "b - a"}, expect="the exercise asks for a list of ranges"
 )
-mistake(
-    "balance-stages",
-    "least-sum-of-squares",
-    {"max(sum(costs[a:b])": "sum(sum(costs[a:b]) ** 2"},
-    expect="your slowest stage takes",
+balance_stages.mistake(
+    "least-sum-of-squares", {"max(sum(costs[a:b])": "sum(sum(costs[a:b]) ** 2"}, expect="your slowest stage takes"
 )
 
 
-@alternative("balance-stages", "tries-caps")
+@balance_stages.alternative("tries-caps")
 def by_cap(costs, parts):
     """The smallest cap under which filling stages from the left needs no more than `parts`."""
     sums = sorted({sum(costs[a:b]) for a in range(len(costs)) for b in range(a + 1, len(costs) + 1)})
@@ -177,9 +163,6 @@ def by_cap(costs, parts):
     raise ValueError("more stages than layers")
 
 
-mistake(
-    "gpipe-order",
-    "counts-from-1",
-    {'f"F{m}"': 'f"F{m + 1}"', 'f"B{m}"': 'f"B{m + 1}"'},
-    expect="but microbatches are numbered 0 to",
+gpipe_order.mistake(
+    "counts-from-1", {'f"F{m}"': 'f"F{m + 1}"', 'f"B{m}"': 'f"B{m + 1}"'}, expect="but microbatches are numbered 0 to"
 )

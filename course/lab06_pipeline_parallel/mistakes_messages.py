@@ -1,7 +1,7 @@
 """Spoilers of lab 06, third part: messages in the naive order, and backwards that put nothing off."""
 
 from course.kit import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 ANSWERS = answers_of("06_pipeline_parallel")
 
@@ -16,23 +16,21 @@ def _one_by_one(order, stage, stages):
     ]
 
 
-@mistake("rendezvous-messages", "one-after-the-other", expect="1F1B, 4 stages.*deadlock.*post the send together")
+rendezvous_messages = KnownAnswers("rendezvous-messages")
+
+
+@rendezvous_messages.mistake("one-after-the-other", expect="1F1B, 4 stages.*deadlock.*post the send together")
 def one_by_one(order, stage, stages):
     return _one_by_one(order, stage, stages)
 
 
-mistake(
-    "rendezvous-messages",
-    "sends-everywhere",
-    {" if 0 <= target < stages else []": ""},
-    expect="'send [FB]0', but nobody is there",
+rendezvous_messages.mistake(
+    "sends-everywhere", {" if 0 <= target < stages else []": ""}, expect="'send [FB]0', but nobody is there"
 )
-mistake(
-    "rendezvous-messages", "never-receives", {'steps[-1].append(f"recv {action}")': "pass"}, expect="never receives"
-)
+rendezvous_messages.mistake("never-receives", {'steps[-1].append(f"recv {action}")': "pass"}, expect="never receives")
 
 
-@mistake("rendezvous-messages", "receives-too-late", expect="which needs it")
+@rendezvous_messages.mistake("receives-too-late", expect="which needs it")
 def receives_late(order, stage, stages):
     steps = []
     for step in _one_by_one(order, stage, stages):
@@ -41,7 +39,7 @@ def receives_late(order, stage, stages):
     return steps
 
 
-@mistake("rendezvous-messages", "sends-before-it-is-made", expect="before it has made it")
+@rendezvous_messages.mistake("sends-before-it-is-made", expect="before it has made it")
 def sends_early(order, stage, stages):
     steps = []
     for step in _one_by_one(order, stage, stages):
@@ -50,16 +48,16 @@ def sends_early(order, stage, stages):
     return steps
 
 
-@mistake("rendezvous-messages", "loose-messages", expect="put messages into lists")
+@rendezvous_messages.mistake("loose-messages", expect="put messages into lists")
 def loose(order, stage, stages):
     steps = ANSWERS.place_messages(order, stage, stages)
     return [text for step in steps for text in ([step] if isinstance(step, str) else step)]
 
 
-mistake("rendezvous-messages", "reordered", {"in order:": "in sorted(order, reverse=True):"}, expect="keep the order")
+rendezvous_messages.mistake("reordered", {"in order:": "in sorted(order, reverse=True):"}, expect="keep the order")
 
 
-@alternative("rendezvous-messages", "forwards-before-backwards")
+@rendezvous_messages.alternative("forwards-before-backwards")
 def forwards_first(order, stage, stages):
     """One message at a time: where a gradient leaves and an activation comes in, the activation goes first."""
     steps = []
@@ -71,15 +69,16 @@ def forwards_first(order, stage, stages):
     return steps
 
 
-@alternative("rendezvous-messages", "receives-first-in-the-list")
+@rendezvous_messages.alternative("receives-first-in-the-list")
 def receives_first(order, stage, stages):
     return [step if isinstance(step, str) else sorted(step) for step in ANSWERS.place_messages(order, stage, stages)]
 
 
 # A backward in two halves
 
-mistake(
-    "split-backward",
+split_backward = KnownAnswers("split-backward")
+
+split_backward.mistake(
     "nothing-put-off",
     {
         "ctx.later.append(weight_gradient)": "",
@@ -87,8 +86,7 @@ mistake(
     },
     expect="nothing was put off",
 )
-mistake(
-    "split-backward",
+split_backward.mistake(
     "computed-at-once-added-later",
     {
         "def weight_gradient():\n            found = gradient.T @ x.detach()": (
@@ -97,8 +95,7 @@ mistake(
     },
     expect="only its addition",
 )
-mistake(
-    "split-backward",
+split_backward.mistake(
     "computed-again-later",
     {
         "found = gradient.T @ x.detach()": (
@@ -111,24 +108,19 @@ mistake(
     },
     expect="what is put off takes 3 products",
 )
-mistake(
-    "split-backward",
+split_backward.mistake(
     "overwrites",
     {"found if weight.grad is None else weight.grad + found": "found"},
     expect="not the sum over 3 microbatches",
 )
-mistake(
-    "split-backward", "forgets-the-weights", {"ctx.later.append(weight_gradient)": ""}, expect="0 functions in later"
-)
-mistake(
-    "split-backward",
+split_backward.mistake("forgets-the-weights", {"ctx.later.append(weight_gradient)": ""}, expect="0 functions in later")
+split_backward.mistake(
     "input-put-off-too",
     {"return gradient @ weight": "return torch.zeros_like(x)"},
     expect="the input's gradient is not right after backward",
 )
-mistake("split-backward", "keeps-a-graph", {"x.detach()": "x"}, expect="weight.grad carries a graph")
-mistake(
-    "split-backward",
+split_backward.mistake("keeps-a-graph", {"x.detach()": "x"}, expect="weight.grad carries a graph")
+split_backward.mistake(
     "outer-products-at-once",
     {
         "def weight_gradient():\n            found = gradient.T @ x.detach()": (
@@ -137,13 +129,10 @@ mistake(
     },
     expect="only its addition",
 )
-alternative(
-    "split-backward",
-    "outer-products",
-    {"gradient.T @ x.detach()": "(gradient[:, :, None] * x.detach()[:, None, :]).sum(0)"},
+split_backward.alternative(
+    "outer-products", {"gradient.T @ x.detach()": "(gradient[:, :, None] * x.detach()[:, None, :]).sum(0)"}
 )
-alternative(
-    "split-backward",
+split_backward.alternative(
     "accumulates-through-autograd",
     {
         "weight.grad = found if weight.grad is None else weight.grad + found": (

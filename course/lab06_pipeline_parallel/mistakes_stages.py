@@ -3,24 +3,24 @@
 import torch
 
 from course.kit import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 ANSWERS = answers_of("06_pipeline_parallel")
 
 # A stage
 
-mistake("stage-step", "not-divided", {" / self.microbatches": ""}, expect="4 times too large")
-mistake("stage-step", "divided-twice", {"/ self.microbatches": "/ self.microbatches**2"}, expect="4 times too small")
-mistake(
-    "stage-step",
+stage_step = KnownAnswers("stage-step")
+
+stage_step.mistake("not-divided", {" / self.microbatches": ""}, expect="4 times too large")
+stage_step.mistake("divided-twice", {"/ self.microbatches": "/ self.microbatches**2"}, expect="4 times too small")
+stage_step.mistake(
     "clears-gradients",
     {"x, y = self.kept.pop(m)": "self.module.zero_grad()\n        x, y = self.kept.pop(m)"},
     expect="of the last microbatch alone",
 )
-mistake("stage-step", "gradient-of-ones", {"y.backward(gradient)": "y.sum().backward()"}, expect="what travels back")
-mistake("stage-step", "keeps-everything", {"self.kept.pop(m)": "self.kept[m]"}, expect="let go of what is kept")
-mistake(
-    "stage-step",
+stage_step.mistake("gradient-of-ones", {"y.backward(gradient)": "y.sum().backward()"}, expect="what travels back")
+stage_step.mistake("keeps-everything", {"self.kept.pop(m)": "self.kept[m]"}, expect="let go of what is kept")
+stage_step.mistake(
     "blocking-sends",
     {
         "self.sent.append(self.group.send(y, self.group.rank + 1, async_op=True))": (
@@ -32,17 +32,15 @@ mistake(
     },
     expect="waits for 4 of its sends before it goes on",
 )
-mistake(
-    "stage-step",
+stage_step.mistake(
     "only-the-newest-kept",
     {"self.kept.pop(m)": "self.kept[max(self.kept)]\n        del self.kept[m]"},
     expect="second time|KeyError|the gradient is wrong",
 )
-mistake("stage-step", "input-without-gradient", {"x.requires_grad_()": ""}, expect="NoneType|x.grad|no gradient")
+stage_step.mistake("input-without-gradient", {"x.requires_grad_()": ""}, expect="NoneType|x.grad|no gradient")
 
 
-mistake(
-    "stage-step",
+stage_step.mistake(
     "handles-thrown-away",
     {
         "self.sent.append(self.group.send(y, self.group.rank + 1, async_op=True))": (
@@ -51,8 +49,7 @@ mistake(
     },
     expect="handles nobody waits for, so they may never arrive: keep it in self.sent",
 )
-mistake(
-    "stage-step",
+stage_step.mistake(
     "activations-wait",
     {
         "self.sent.append(self.group.send(y, self.group.rank + 1, async_op=True))": (
@@ -61,21 +58,15 @@ mistake(
     },
     expect="waits for 4 of its sends before it goes on",
 )
-mistake(
-    "stage-step",
-    "gradient-into-the-output",
-    {"torch.empty_like(y)": "y"},
-    expect="the gradient is wrong|modified by an inplace",
+stage_step.mistake(
+    "gradient-into-the-output", {"torch.empty_like(y)": "y"}, expect="the gradient is wrong|modified by an inplace"
 )
-mistake(
-    "stage-step",
-    "a-buffer-of-float64",
-    {"torch.empty_like(y)": "torch.empty(y.shape, dtype=torch.float64)"},
-    expect="float32",
+stage_step.mistake(
+    "a-buffer-of-float64", {"torch.empty_like(y)": "torch.empty(y.shape, dtype=torch.float64)"}, expect="float32"
 )
 
 
-@alternative("stage-step", "gradients-by-autograd-grad")
+@stage_step.alternative("gradients-by-autograd-grad")
 class ByAutogradGrad(ANSWERS.Stage):
     def backward(self, m):
         x, y = self.kept.pop(m)
@@ -91,7 +82,7 @@ class ByAutogradGrad(ANSWERS.Stage):
             self.sent.append(self.group.send(found[-1], self.group.rank - 1, async_op=True))
 
 
-@alternative("stage-step", "loss-in-backward")
+@stage_step.alternative("loss-in-backward")
 class LossInBackward(ANSWERS.Stage):
     def forward(self, m, x=None):
         if not self.first:
@@ -110,7 +101,7 @@ class LossInBackward(ANSWERS.Stage):
         super().backward(m)
 
 
-@alternative("stage-step", "recomputes-in-backward")
+@stage_step.alternative("recomputes-in-backward")
 class Recomputes(ANSWERS.Stage):
     def forward(self, m, x=None):
         if not self.first:
@@ -129,7 +120,7 @@ class Recomputes(ANSWERS.Stage):
         super().backward(m)
 
 
-@mistake("stage-step", "two-buffers-in-turn", expect="did a later receive overwrite a saved activation")
+@stage_step.mistake("two-buffers-in-turn", expect="did a later receive overwrite a saved activation")
 class TwoBuffers(ANSWERS.Stage):
     def forward(self, m, x=None):
         if not self.first:
@@ -146,8 +137,10 @@ class TwoBuffers(ANSWERS.Stage):
 
 # The tied embedding
 
+tied_embedding = KnownAnswers("tied-embedding")
 
-@mistake("tied-embedding", "only-the-first", expect="only its own gradient")
+
+@tied_embedding.mistake("only-the-first", expect="only its own gradient")
 def only_the_first(weight, group):
     last = group.world_size - 1
     if last and group.rank == last:
@@ -158,20 +151,15 @@ def only_the_first(weight, group):
         weight.grad += theirs
 
 
-mistake(
-    "tied-embedding",
+tied_embedding.mistake(
     "averages",
     {"weight.grad += theirs": "weight.grad += theirs\n    weight.grad /= 2"},
     expect="the mean; two uses of one weight add up",
 )
-mistake(
-    "tied-embedding",
-    "swaps",
-    {"weight.grad += theirs": "weight.grad.copy_(theirs)"},
-    expect="the other end's gradient, without its own",
+tied_embedding.mistake(
+    "swaps", {"weight.grad += theirs": "weight.grad.copy_(theirs)"}, expect="the other end's gradient, without its own"
 )
-mistake(
-    "tied-embedding",
+tied_embedding.mistake(
     "sums-the-weights",
     {
         "empty_like(weight.grad)": "empty_like(weight.data)",
@@ -182,23 +170,19 @@ mistake(
 )
 
 
-mistake(
-    "tied-embedding",
-    "a-buffer-of-float32",
-    {"torch.empty_like(weight.grad)": "torch.empty(weight.shape)"},
-    expect="float64",
+tied_embedding.mistake(
+    "a-buffer-of-float32", {"torch.empty_like(weight.grad)": "torch.empty(weight.shape)"}, expect="float64"
 )
 
 
-@mistake("tied-embedding", "pickles", expect="gather_objects pickles")
+@tied_embedding.mistake("pickles", expect="gather_objects pickles")
 def pickles(weight, group):
     found = group.gather_objects(None if weight is None else weight.grad)
     if weight is not None and group.world_size > 1:
         weight.grad = found[0] + found[-1]
 
 
-mistake(
-    "tied-embedding",
+tied_embedding.mistake(
     "both-send-first",
     {
         "group.exchange(send=(weight.grad, other), recv=(theirs, other))": (
@@ -209,15 +193,14 @@ mistake(
 )
 
 
-mistake(
-    "tied-embedding",
+tied_embedding.mistake(
     "never-waits",
     {"recv=(theirs, other))": "recv=(theirs, other), async_op=True)"},
     expect="handles nobody waits for, so they may never arrive: wait",
 )
 
 
-@alternative("tied-embedding", "there-and-back")
+@tied_embedding.alternative("there-and-back")
 def there_and_back(weight, group):
     last = group.world_size - 1
     if last == 0 or weight is None:
@@ -233,7 +216,7 @@ def there_and_back(weight, group):
         group.send(weight.grad, last)
 
 
-@mistake("tied-embedding", "all-reduce-at-the-ends-only", expect="which the stages between never join")
+@tied_embedding.mistake("all-reduce-at-the-ends-only", expect="which the stages between never join")
 def reduces_at_the_ends(weight, group):
     if weight is not None and group.world_size > 1:
         group.all_reduce(weight.grad)

@@ -6,21 +6,21 @@ import torch
 import torch.nn.functional as F
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("07_long_context")
 NONE = float("-inf")
 
 # Merging.
 
-mistake(
-    "softmax-merge",
+softmax_merge = KnownAnswers("softmax-merge")
+
+softmax_merge.mistake(
     "the mean of both outputs",
     {"out * weight[:, None] + other * other_weight[:, None]": "(out + other) / 2"},
     says="Both halves got the same weight. A half whose scores are larger has the larger share of the sum.",
 )
-mistake(
-    "softmax-merge",
+softmax_merge.mistake(
     "adds the outputs",
     {"out * weight[:, None] + other * other_weight[:, None]": "out + other"},
     says="Each output is already divided by its own sum, so adding them counts every query twice. Scale both down "
@@ -28,23 +28,19 @@ mistake(
 )
 
 
-@mistake("softmax-merge", "undoes the logarithm", expect="overflows")
+@softmax_merge.mistake("undoes the logarithm", expect="overflows")
 def overflows(out, lse, other, other_lse):
     a, b = lse.exp()[:, None], other_lse.exp()[:, None]
     return (out * a + other * b) / (a + b), (a + b).log()[:, 0]
 
 
-mistake(
-    "softmax-merge", "a query without keys", {'total.masked_fill(total == float("-inf"), 0)': "total"}, expect="NaN"
-)
-mistake(
-    "softmax-merge",
+softmax_merge.mistake("a query without keys", {'total.masked_fill(total == float("-inf"), 0)': "total"}, expect="NaN")
+softmax_merge.mistake(
     "adds the log-sum-exps",
     {"other_weight[:, None], total": "other_weight[:, None], lse + other_lse"},
     says="Sums add up, their logarithms do not. torch.logaddexp adds two numbers that are given as logarithms.",
 )
-mistake(
-    "softmax-merge",
+softmax_merge.mistake(
     "the larger log-sum-exp as the joint one",
     {"other_weight[:, None], total": "other_weight[:, None], torch.maximum(lse, other_lse)"},
     says="The larger of the two is a good number to subtract, but it is not the joint lse: that one is larger than "
@@ -52,8 +48,7 @@ mistake(
 )
 
 
-@mistake(
-    "softmax-merge",
+@softmax_merge.mistake(
     "weights by log-sum-exp",
     says="The weights are shares of sums of exponentials: e^(lse - joint lse), not shares of the logarithms.",
 )
@@ -62,30 +57,29 @@ def by_logarithms(out, lse, other, other_lse):
     return out * share + other * (1 - share), torch.logaddexp(lse, other_lse)
 
 
-@mistake("softmax-merge", "by sigmoid and softplus", expect="sees keys of one half only: the lse holds NaN")
+@softmax_merge.mistake("by sigmoid and softplus", expect="sees keys of one half only: the lse holds NaN")
 def by_sigmoid(out, lse, other, other_lse):
     weight = torch.sigmoid(lse - other_lse).nan_to_num()[:, None]
     return out * weight + other * (1 - weight), other_lse + F.softplus(lse - other_lse)
 
 
-mistake(
-    "softmax-merge", "always float64", {"return out * weight": "return out.double() * weight"}, expect="keep the dtype"
+softmax_merge.mistake(
+    "always float64", {"return out * weight": "return out.double() * weight"}, expect="keep the dtype"
 )
-mistake(
-    "softmax-merge",
+softmax_merge.mistake(
     "changes its input",
     {"return out * weight[:, None]": "return out.mul_(weight[:, None])"},
     expect="changed its input `out`",
 )
 
 
-@alternative("softmax-merge", "softmax of the two log-sum-exps")
+@softmax_merge.alternative("softmax of the two log-sum-exps")
 def by_softmax(out, lse, other, other_lse):
     weights = torch.stack((lse, other_lse)).softmax(0).nan_to_num()[..., None]
     return (weights * torch.stack((out, other))).sum(0), torch.stack((lse, other_lse)).logsumexp(0)
 
 
-@alternative("softmax-merge", "a running maximum")
+@softmax_merge.alternative("a running maximum")
 def by_maximum(out, lse, other, other_lse):
     top = torch.maximum(lse, other_lse)
     top = torch.where(top == NONE, 0.0, top)
@@ -96,40 +90,39 @@ def by_maximum(out, lse, other, other_lse):
 
 # Forward.
 
+tiled_forward = KnownAnswers("tiled-forward")
 
-mistake(
-    "tiled-forward",
+tiled_forward.mistake(
     "the scale is missing",
     {" * q.shape[1] ** -0.5": ""},
     says="Scores are multiplied by head_dim ** -0.5, in every tile.",
 )
-mistake(
-    "tiled-forward",
+tiled_forward.mistake(
     "no mask on the diagonal",
     {"if start == first:": "if False:"},
     says="In the tiles on the diagonal a query also sees later keys: mask what lies to the right of it.",
 )
-mistake(
-    "tiled-forward",
+tiled_forward.mistake(
     "tiles of 16 for ever",
-    {"    out, lse = torch.zeros_like(q), q.new_full": "    tile = 16\n    out, lse = torch.zeros_like(q), q.new_full"},
+    {
+        "    out, lse = torch.zeros_like(q), q.new_full": (
+            "    tile = 16\n    out, lse = torch.zeros_like(q), q.new_full"
+        )
+    },
     expect="`tile` is an argument",
 )
-mistake(
-    "tiled-forward",
+tiled_forward.mistake(
     "a mask made of the scores",
     {"torch.ones_like(scores).triu(1).bool()": "scores.triu(1).bool()"},
     says="A score of exactly 0 is no reason to see a later key: make the mask of ones, not of scores.",
 )
-mistake(
-    "tiled-forward",
+tiled_forward.mistake(
     "a mask without the tile's offset",
     {"range(0, first + tile, tile)": "range(0, len(k), tile)", "if start == first:": "if True:"},
     says="The mask compares places in the tiles. Positions are what counts: add where the tiles of queries and keys "
     "begin.",
 )
-mistake(
-    "tiled-forward",
+tiled_forward.mistake(
     "computes all tiles",
     {
         "range(0, first + tile, tile)": "range(0, len(k), tile)",
@@ -141,7 +134,7 @@ mistake(
 )
 
 
-@mistake("tiled-forward", "a row of scores at once", expect="more than one tile are together")
+@tiled_forward.mistake("a row of scores at once", expect="more than one tile are together")
 def whole_rows(q, k, v, tile):
     out, lse = torch.zeros_like(q), q.new_zeros(len(q))
     for first in range(0, len(q), tile):
@@ -153,8 +146,7 @@ def whole_rows(q, k, v, tile):
     return out, lse
 
 
-mistake(
-    "tiled-forward",
+tiled_forward.mistake(
     "keeps the scores of all tiles",
     {
         "out, lse = torch.zeros_like(q)": "kept, out, lse = [], torch.zeros_like(q)",
@@ -162,15 +154,14 @@ mistake(
     },
     expect="tiles are kept",
 )
-mistake(
-    "tiled-forward",
+tiled_forward.mistake(
     "the last tile wins",
     {"merge(out[rows], lse[rows], part, part_lse)": "part, part_lse"},
     says="Each tile of keys replaced what the tiles before it gave. Merge them.",
 )
 
 
-@mistake("tiled-forward", "no maximum subtracted", expect="is not finite: is exp given a score")
+@tiled_forward.mistake("no maximum subtracted", expect="is not finite: is exp given a score")
 def sums_of_exponentials(q, k, v, tile):
     out, total = torch.zeros_like(q), q.new_zeros(len(q), 1)
     for first in range(0, len(q), tile):
@@ -183,7 +174,7 @@ def sums_of_exponentials(q, k, v, tile):
     return out / total, total.log()[:, 0]
 
 
-@mistake("tiled-forward", "the first tile's maximum", expect="is not finite: is exp given a score")
+@tiled_forward.mistake("the first tile's maximum", expect="is not finite: is exp given a score")
 def first_maximum(q, k, v, tile):
     out, total, top = torch.zeros_like(q), q.new_zeros(len(q), 1), q.new_zeros(len(q), 1)
     for first in range(0, len(q), tile):
@@ -200,8 +191,7 @@ def first_maximum(q, k, v, tile):
     return out / total, (top + total.log())[:, 0]
 
 
-mistake(
-    "tiled-forward",
+tiled_forward.mistake(
     "scales q in place",
     {
         "for first in range(0, len(q), tile):": "q *= q.shape[1] ** -0.5\n    for first in range(0, len(q), tile):",
@@ -211,7 +201,7 @@ mistake(
 )
 
 
-@alternative("tiled-forward", "running maximum and sum, divided at the end")
+@tiled_forward.alternative("running maximum and sum, divided at the end")
 def online(q, k, v, tile):
     out, lse = torch.zeros_like(q), q.new_zeros(len(q))
     for first in range(0, len(q), tile):
@@ -230,7 +220,7 @@ def online(q, k, v, tile):
     return out, lse
 
 
-@alternative("tiled-forward", "keys in the outer loop")
+@tiled_forward.alternative("keys in the outer loop")
 def tiles_of_keys_outside(q, k, v, tile):
     out, lse = torch.zeros_like(q), q.new_full((len(q),), NONE)
     for start in range(0, len(k), tile):
@@ -246,7 +236,7 @@ def tiles_of_keys_outside(q, k, v, tile):
     return out, lse
 
 
-@alternative("tiled-forward", "the diagonal in halves, which takes fewer FLOPs")
+@tiled_forward.alternative("the diagonal in halves, which takes fewer FLOPs")
 def halves(q, k, v, tile):
     out, lse = torch.zeros_like(q), q.new_full((len(q),), NONE)
     for first in range(0, len(q), tile):
@@ -269,7 +259,7 @@ def halves(q, k, v, tile):
     return out, lse
 
 
-@alternative("tiled-forward", "powers of two, the last tile first")
+@tiled_forward.alternative("powers of two, the last tile first")
 def powers_of_two(q, k, v, tile):
     out, lse = torch.empty_like(q), q.new_empty(len(q))
     to_two = 1 / math.log(2)

@@ -4,13 +4,14 @@ different."""
 import torch
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("07_long_context")
 
 
-mistake(
-    "ulysses-exchange",
+ulysses_exchange = KnownAnswers("ulysses-exchange")
+
+ulysses_exchange.mistake(
     "reshapes without a transposition",
     {
         "received.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)": (
@@ -20,8 +21,7 @@ mistake(
     says="What arrives counts ranks first, then heads, then positions. A reshape to [heads / N, seq, d] reads it in "
     "that order: bring the ranks' dimension behind the heads first.",
 )
-mistake(
-    "ulysses-exchange",
+ulysses_exchange.mistake(
     "the way back without a transposition",
     {
         "parts = x.unflatten(1, (n, -1)).transpose(0, 1).contiguous()": (
@@ -32,8 +32,7 @@ mistake(
     says="On the way back all_to_all cut dimension 0, which counts heads here. What goes to each rank is its part of "
     "the sequence.",
 )
-mistake(
-    "ulysses-exchange",
+ulysses_exchange.mistake(
     "every N-th head",
     {
         "x.contiguous()": "x.unflatten(0, (-1, n)).transpose(0, 1).contiguous()",
@@ -42,8 +41,7 @@ mistake(
     says="This rank got every N-th head. The exercise asks for heads / N that follow each other, so that query heads "
     "stay with the kv heads they share.",
 )
-mistake(
-    "ulysses-exchange",
+ulysses_exchange.mistake(
     "gathers all and keeps its own",
     {
         "received = group.all_to_all(x.contiguous())": (
@@ -53,17 +51,15 @@ mistake(
     },
     expect="are enough",
 )
-mistake(
-    "ulysses-exchange",
+ulysses_exchange.mistake(
     "in half precision",
     {"group.all_to_all(x.contiguous())": "group.all_to_all(x.contiguous().half()).to(x.dtype)"},
     expect="rounded on their way",
 )
-mistake("ulysses-exchange", "the way there twice", expect="to_sequence hands .* to all_to_all, which cuts dimension 0")(
+ulysses_exchange.mistake("the way there twice", expect="to_sequence hands .* to all_to_all, which cuts dimension 0")(
     (right.to_heads, right.to_heads)
 )
-mistake(
-    "ulysses-exchange",
+ulysses_exchange.mistake(
     "nothing is exchanged",
     {
         "received = group.all_to_all(x.contiguous())": "",
@@ -85,4 +81,4 @@ def _by_permutation(x, group):
     return group.all_to_all(parts)
 
 
-alternative("ulysses-exchange", "a list of parts, joined")((_list_of_parts, _by_permutation))
+ulysses_exchange.alternative("a list of parts, joined")((_list_of_parts, _by_permutation))

@@ -3,14 +3,15 @@
 import torch
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("07_long_context")
 
 # A ring.
 
-mistake(
-    "ring-attention",
+ring_attention = KnownAnswers("ring-attention")
+
+ring_attention.mistake(
     "ranks below 0",
     {"attend(q, *block, (rank - step) % n)": "attend(q, *block, rank - step)"},
     expect="so take it modulo N",
@@ -18,9 +19,10 @@ mistake(
 
 # Who holds what.
 
+zigzag_order = KnownAnswers("zigzag-order")
 
-@mistake(
-    "zigzag-order",
+
+@zigzag_order.mistake(
     "contiguous parts",
     says="These are contiguous parts: the last rank's queries see 2N - 1 times as many keys as the first one's.",
 )
@@ -28,8 +30,7 @@ def contiguous(seq, rank, world_size):
     return list(range(rank * seq // world_size, (rank + 1) * seq // world_size))
 
 
-@mistake(
-    "zigzag-order",
+@zigzag_order.mistake(
     "dealt out one by one",
     says="Positions dealt out in turn are nearly even, but rank r always has the later one of each round; and they "
     "lie in many stretches.",
@@ -38,28 +39,23 @@ def striped(seq, rank, world_size):
     return list(range(rank, seq, world_size))
 
 
-mistake(
-    "zigzag-order",
+zigzag_order.mistake(
     "the late parts in the same direction",
     {"2 * world_size - 1 - rank": "world_size + rank"},
     says="Parts r and N + r: both grow with r, so the work does. The second part has to come from the other end.",
 )
-mistake(
-    "zigzag-order",
-    "the mirror part off by one",
-    {"2 * world_size - 1 - rank": "2 * world_size - rank"},
-    expect="there is no position",
+zigzag_order.mistake(
+    "the mirror part off by one", {"2 * world_size - 1 - rank": "2 * world_size - rank"}, expect="there is no position"
 )
 
 
-@mistake("zigzag-order", "single positions from both ends", expect="two stretches")
+@zigzag_order.mistake("single positions from both ends", expect="two stretches")
 def from_both_ends(seq, rank, world_size):
     pairs = [(p, seq - 1 - p) for p in range(rank, seq // 2, world_size)]
     return sorted(p for pair in pairs for p in pair)
 
 
-mistake(
-    "zigzag-order",
+zigzag_order.mistake(
     "the late part first",
     {
         "*range(rank * size, (rank + 1) * size), *range(late * size, (late + 1) * size)": (
@@ -68,10 +64,10 @@ mistake(
     },
     expect="ascending",
 )
-mistake("zigzag-order", "only the early part", {", *range(late * size, (late + 1) * size)": ""}, expect="nobody holds")
+zigzag_order.mistake("only the early part", {", *range(late * size, (late + 1) * size)": ""}, expect="nobody holds")
 
 
-@alternative("zigzag-order", "the middle parts to rank 0")
+@zigzag_order.alternative("the middle parts to rank 0")
 def from_the_middle(seq, rank, world_size):
     parts = torch.arange(seq).chunk(2 * world_size)
     return torch.cat([parts[world_size - 1 - rank], parts[world_size + rank]])
@@ -80,8 +76,7 @@ def from_the_middle(seq, rank, world_size):
 # The ring.
 
 
-mistake(
-    "ring-attention",
+ring_attention.mistake(
     "waits before it attends",
     {
         "async_op=True)": "async_op=True)\n            work.wait()",
@@ -89,8 +84,7 @@ mistake(
     },
     expect="under way",
 )
-mistake(
-    "ring-attention",
+ring_attention.mistake(
     "passes a block on after the last step",
     {
         "if step < n - 1:\n            arriving": "if n > 1:\n            arriving",
@@ -98,8 +92,7 @@ mistake(
     },
     expect="after the last step nobody needs",
 )
-mistake(
-    "ring-attention",
+ring_attention.mistake(
     "sends its own block every time",
     {
         "block, out, lse = torch.stack((k, v))": "own = torch.stack((k, v))\n    block, out, lse = own",
@@ -107,21 +100,18 @@ mistake(
     },
     says="Every step sent the rank's own block again, so the neighbour's is all that ever arrives. Pass on what came.",
 )
-mistake(
-    "ring-attention",
+ring_attention.mistake(
     "takes the block for that of the other side",
     {"(rank - step) % n": "(rank + step) % n"},
     says="The masks belong to other blocks: sent to the right, the block in step i began i ranks to the left, at "
     "(rank - i) % N.",
 )
-mistake(
-    "ring-attention",
+ring_attention.mistake(
     "adds the partial outputs",
     {"merge(out, lse, part, part_lse)": "(out + part, lse)"},
     says="The partial outputs were added. Each is divided by the sum of its own block: merge them by their lse.",
 )
-mistake(
-    "ring-attention",
+ring_attention.mistake(
     "the joint log-sum-exp is not kept",
     {"merge(out, lse, part, part_lse)": "(merge(out, lse, part, part_lse)[0], lse)"},
     says="From the second merge on the weights are wrong: keep the lse that merge returns, not that of the first "
@@ -129,8 +119,7 @@ mistake(
 )
 
 
-mistake(
-    "ring-attention",
+ring_attention.mistake(
     "its own block once more meanwhile",
     {
         "        part, part_lse = attend(q, *block": (
@@ -139,14 +128,12 @@ mistake(
     },
     expect="attends to the blocks .*: each is needed once",
 )
-mistake(
-    "ring-attention",
+ring_attention.mistake(
     "one buffer for both",
     {"recv=(arriving, left)": "recv=(block, left)", "            block = arriving\n": ""},
     expect="receives into a block that is still being sent",
 )
-mistake(
-    "ring-attention",
+ring_attention.mistake(
     "the mean of the outputs",
     {"merge(out, lse, part, part_lse)": "((out * step + part) / (step + 1), lse)"},
     says="The outputs were averaged. Each is divided by the sum of its own block, and a block with larger scores has "
@@ -154,7 +141,7 @@ mistake(
 )
 
 
-@mistake("ring-attention", "reads before it waits", expect="attends to a block that is still on its way")
+@ring_attention.mistake("reads before it waits", expect="attends to a block that is still on its way")
 def reads_too_early(q, k, v, group, attend):
     n, rank, block, out, works = group.world_size, group.rank, torch.stack((k, v)), (), []
     for step in range(n):
@@ -169,7 +156,7 @@ def reads_too_early(q, k, v, group, attend):
     return out[0]
 
 
-@mistake("ring-attention", "keeps all blocks", expect="received blocks at once, as a gather would")
+@ring_attention.mistake("keeps all blocks", expect="received blocks at once, as a gather would")
 def keeps_all(q, k, v, group, attend):
     n, rank, blocks, out = group.world_size, group.rank, [torch.stack((k, v))], ()
     for step in range(n):
@@ -185,10 +172,10 @@ def keeps_all(q, k, v, group, attend):
     return out[0]
 
 
-mistake("ring-attention", "one dimension more", {"return out": "return out[None]"}, expect="the output is \\[1, ")
+ring_attention.mistake("one dimension more", {"return out": "return out[None]"}, expect="the output is \\[1, ")
 
 
-@mistake("ring-attention", "gathers everything", expect="you called all_gather")
+@ring_attention.mistake("gathers everything", expect="you called all_gather")
 def gathers(q, k, v, group, attend):
     keys, values = (group.all_gather(x).chunk(group.world_size) for x in (k, v))
     out, lse = attend(q, k, v, group.rank)
@@ -198,7 +185,7 @@ def gathers(q, k, v, group, attend):
     return out
 
 
-@mistake("ring-attention", "everybody sends to everybody", expect="in a ring all send to one neighbour")
+@ring_attention.mistake("everybody sends to everybody", expect="in a ring all send to one neighbour")
 def to_everybody(q, k, v, group, attend):
     n, rank, block = group.world_size, group.rank, torch.stack((k, v))
     out, lse = None, None
@@ -216,8 +203,7 @@ def to_everybody(q, k, v, group, attend):
     return out
 
 
-alternative(
-    "ring-attention",
+ring_attention.alternative(
     "the ring in the other direction",
     {
         "right, left = (rank + 1) % n, (rank - 1) % n": "right, left = (rank - 1) % n, (rank + 1) % n",
@@ -226,7 +212,7 @@ alternative(
 )
 
 
-@alternative("ring-attention", "keys and values as two messages, outputs merged at the end")
+@ring_attention.alternative("keys and values as two messages, outputs merged at the end")
 def two_messages(q, k, v, group, attend):
     n, rank, parts = group.world_size, group.rank, []
     for step in range(n):

@@ -3,43 +3,37 @@
 import torch
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("08_expert_parallel")
 
 # To the experts and back.
 
+tokens_to_experts = KnownAnswers("tokens-to-experts")
 
-mistake(
-    "tokens-to-experts",
+tokens_to_experts.mistake(
     "by source, not by expert",
     {"arrived[order]": "arrived", "torch.empty_like(rows).index_copy(0, order, rows)": "rows"},
     expect="right rows in a wrong order",
 )
-mistake(
-    "tokens-to-experts",
+tokens_to_experts.mistake(
     "home without sorting back",
     {"torch.empty_like(rows).index_copy(0, order, rows)": "rows"},
     says="The answers went home in the order of the experts. Their ranks expect them by source, as they came: undo the "
     "sort before the second all-to-all.",
 )
-mistake(
-    "tokens-to-experts",
+tokens_to_experts.mistake(
     "sorted twice",
     {"torch.empty_like(rows).index_copy(0, order, rows)": "rows[order]"},
     says="rows[order] sorts a second time instead of undoing it: row i came from place order[i].",
 )
-mistake(
-    "tokens-to-experts",
+tokens_to_experts.mistake(
     "the same splits on the way back",
     {"input_splits=come, output_splits=sent": "input_splits=sent, output_splits=come"},
     expect="split",
 )
-mistake(
-    "tokens-to-experts",
-    "never asks how many come",
-    {"group.all_to_all(counts)": "counts"},
-    expect="rows|split|belong|wait|was expected",
+tokens_to_experts.mistake(
+    "never asks how many come", {"group.all_to_all(counts)": "counts"}, expect="rows|split|belong|wait|was expected"
 )
 
 
@@ -59,23 +53,18 @@ def _padded(rows, counts, group):
     return kept[order], received.sum(0), (order, sent.tolist(), come)
 
 
-mistake("tokens-to-experts", "padded to the fullest rank", expect="without padding")((_padded, right.from_experts))
+tokens_to_experts.mistake("padded to the fullest rank", expect="without padding")((_padded, right.from_experts))
 
 
-mistake(
-    "tokens-to-experts",
-    "returns the rows alone",
-    {", received.sum(0), (order, sent, come)": ""},
-    expect="gave a Tensor",
+tokens_to_experts.mistake(
+    "returns the rows alone", {", received.sum(0), (order, sent, come)": ""}, expect="gave a Tensor"
 )
-mistake(
-    "tokens-to-experts",
+tokens_to_experts.mistake(
     "rows by source as counts",
     {"received.sum(0), (order": "torch.tensor(come), (order"},
     expect="your counts say otherwise|belong",
 )
-mistake(
-    "tokens-to-experts",
+tokens_to_experts.mistake(
     "the plan of the last call",
     {
         "return arrived[order], received.sum(0), (order, sent, come)": (
@@ -85,8 +74,7 @@ mistake(
     },
     expect="split|belong|rows|index|wait|was expected",
 )
-mistake(
-    "tokens-to-experts",
+tokens_to_experts.mistake(
     "a plan per counts",
     {
         "return arrived[order], received.sum(0), (order, sent, come)": (
@@ -97,32 +85,27 @@ mistake(
     },
     expect="split|belong|rows|index|wait|was expected",
 )
-mistake(
-    "tokens-to-experts",
+tokens_to_experts.mistake(
     "never waits",
     {"input_splits=come, output_splits=sent": "input_splits=come, output_splits=sent, async_op=True"},
     expect="gave a Work.* is its wait",
 )
-mistake(
-    "tokens-to-experts",
-    "counts as floats",
-    {"received.sum(0), (": "received.sum(0).float(), ("},
-    expect="whole numbers",
+tokens_to_experts.mistake(
+    "counts as floats", {"received.sum(0), (": "received.sum(0).float(), ("}, expect="whole numbers"
 )
-mistake(
-    "tokens-to-experts",
+tokens_to_experts.mistake(
     "float32 on the way back",
-    {"torch.empty_like(rows).index_copy(0, order, rows)": "torch.empty(rows.shape).index_copy(0, order, rows.float())"},
+    {
+        "torch.empty_like(rows).index_copy(0, order, rows)": (
+            "torch.empty(rows.shape).index_copy(0, order, rows.float())"
+        )
+    },
     expect="float64 belong",
 )
-mistake(
-    "tokens-to-experts",
-    "four columns",
-    {"torch.empty_like(rows)": "rows.new_empty(len(rows), 4)"},
-    expect="size|shape|dimension",
+tokens_to_experts.mistake(
+    "four columns", {"torch.empty_like(rows)": "rows.new_empty(len(rows), 4)"}, expect="size|shape|dimension"
 )
-alternative(
-    "tokens-to-experts",
+tokens_to_experts.alternative(
     "a table of all counts, the inverse permutation",
     {
         "all_to_all(counts).view(n, each)": "all_gather(counts[None])[:, each * group.rank :][:, :each]",
@@ -143,7 +126,7 @@ def _numbers_beside_rows(rows, counts, group):
     return arrived[order], torch.bincount(numbers, minlength=each), (order, sent.tolist(), come.tolist())
 
 
-alternative("tokens-to-experts", "experts' numbers beside the rows")((_numbers_beside_rows, right.from_experts))
+tokens_to_experts.alternative("experts' numbers beside the rows")((_numbers_beside_rows, right.from_experts))
 
 
 def _summed_table(rows, counts, group):
@@ -158,7 +141,7 @@ def _summed_table(rows, counts, group):
     return arrived[order], received.sum(0), (order, sent, received.sum(1).tolist())
 
 
-alternative("tokens-to-experts", "a table of all counts by all-reduce")((_summed_table, right.from_experts))
+tokens_to_experts.alternative("a table of all counts by all-reduce")((_summed_table, right.from_experts))
 
 
 def _to_in_messages(rows, counts, group):
@@ -190,53 +173,47 @@ def _back_in_messages(rows, plan, group):
     return torch.cat(home)
 
 
-alternative("tokens-to-experts", "messages, joined expert by expert")((_to_in_messages, _back_in_messages))
+tokens_to_experts.alternative("messages, joined expert by expert")((_to_in_messages, _back_in_messages))
 
 # Gradients.
 
+expert_gradients = KnownAnswers("expert-gradients")
 
-mistake(
-    "expert-gradients",
+expert_gradients.mistake(
     "the mean over the replicas",
     {"(experts) / data.world_size": "(experts) / replicas.world_size"},
     says="This is the bug that shipped: dividing by the replicas counts every token ep times. The experts' gradients "
     "are sums over the tokens of their whole expert group already; all of the batch's ranks share the mean.",
 )
-mistake(
-    "expert-gradients",
+expert_gradients.mistake(
     "everything over all ranks",
     {"replicas.all_reduce(experts)": "data.all_reduce(experts)"},
     says="The experts' gradients were summed over all ranks, whose experts are others: expert 0 of rank 0 got the "
     "gradient of expert 4 of rank 1.",
 )
-mistake(
-    "expert-gradients",
+expert_gradients.mistake(
     "the experts are left alone",
     {"replicas.all_reduce(experts) / data.world_size": "experts"},
     says="The experts' gradients are those of one expert group: the replicas have seen other tokens. Sum over them "
     "and divide by all ranks that share the batch.",
 )
-mistake(
-    "expert-gradients",
+expert_gradients.mistake(
     "sums without a mean",
     {"(router) / data.world_size": "(router)", "(experts) / data.world_size": "(experts)"},
     expect="but 4 times as large",
 )
-mistake(
-    "expert-gradients",
+expert_gradients.mistake(
     "the router over the replicas",
     {"data.all_reduce(router) / data.world_size": "replicas.all_reduce(router) / replicas.world_size"},
     says="The router is on every rank, and each rank's tokens have a share in its gradient: average it over all ranks, "
     "not over the replicas of the experts.",
 )
-mistake(
-    "expert-gradients",
+expert_gradients.mistake(
     "always 4",
     {"(router) / data.world_size": "(router) / 4", "(experts) / data.world_size": "(experts) / 4"},
     expect="rank 0 of 2: .* but 0.5 times as large",
 )
-mistake(
-    "expert-gradients",
+expert_gradients.mistake(
     "all ranks of the job",
     {
         "(router) / data.world_size": "(router) / torch.distributed.get_world_size()",
@@ -244,34 +221,33 @@ mistake(
     },
     expect="rank 0 of 2: .* but 0.5 times as large",
 )
-mistake(
-    "expert-gradients",
+expert_gradients.mistake(
     "float64 whatever comes",
     {"replicas.all_reduce(experts)": "replicas.all_reduce(experts.double())"},
     expect="keep its dtype",
 )
-mistake("expert-gradients", "nothing is returned", {"return router, experts": "return None"}, expect="asks for")
+expert_gradients.mistake("nothing is returned", {"return router, experts": "return None"}, expect="asks for")
 
 
-@alternative("expert-gradients", "means, then a correction of the experts")
+@expert_gradients.alternative("means, then a correction of the experts")
 def corrected(router, experts, data, replicas):
     ep = data.world_size // replicas.world_size
     return data.all_reduce(router, "avg"), replicas.all_reduce(experts, "avg") / ep
 
 
-@alternative("expert-gradients", "divided first, experts gathered")
+@expert_gradients.alternative("divided first, experts gathered")
 def divided_first(router, experts, data, replicas):
     parts = replicas.all_gather((experts / data.world_size)[None])
     return data.all_reduce(router / data.world_size), parts.sum(0)
 
 
-@mistake("expert-gradients", "pickles", expect="gather_objects pickles")
+@expert_gradients.mistake("pickles", expect="gather_objects pickles")
 def pickled(router, experts, data, replicas):
     router = sum(data.gather_objects(router)) / data.world_size
     return router, sum(replicas.gather_objects(experts)) / data.world_size
 
 
-@mistake("expert-gradients", "a table of all experts, reduced beside the group", expect="beside the groups")
+@expert_gradients.mistake("a table of all experts, reduced beside the group", expect="beside the groups")
 def beside_the_group(router, experts, data, replicas):
     ep = data.world_size // replicas.world_size
     table = experts.new_zeros(ep, *experts.shape)

@@ -1,6 +1,6 @@
 """Spoilers of lab 09, plans and steps: wrong estimates, plans that do not fit or lose, steps with wrong gradients."""
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 from course.lab09_four_dimensions import experiments_plan as plans
 from course.lab09_four_dimensions.experiments_breaks import buggy_hybrid_step
 from minillm.predict.planner import search
@@ -9,75 +9,64 @@ from minillm.predict.planner.memory import stage_memory, token_bytes
 
 # Estimates.
 
+layout_estimate = KnownAnswers("layout-estimate")
 
-mistake(
-    "layout-estimate",
+layout_estimate.mistake(
     "the head is forgotten",
     {"tables = 2 if layout.pp == 1 else 1": "tables = 1"},
     says="With a single stage the first is also the last, and holds the head's table besides the embedding's.",
 )
-mistake(
-    "layout-estimate",
+layout_estimate.mistake(
     "ZeRO over dp alone",
     {"layout.dp * layout.cp": "layout.dp"},
     says="Ranks of cp hold the same parameters as well: ZeRO divides over dp · cp.",
 )
-mistake(
-    "layout-estimate",
+layout_estimate.mistake(
     "eight bytes of optimizer",
     {"+ 12 /": "+ 8 /"},
     says="Adam in mixed precision keeps a 32-bit master weight besides its two moments: 12 bytes.",
 )
-mistake(
-    "layout-estimate",
+layout_estimate.mistake(
     "one microbatch in flight",
     {"min(layout.pp, layout.microbatches)": "1"},
     says="Under 1F1B the first stage starts a microbatch for every stage before the first one comes back.",
 )
-mistake(
-    "layout-estimate",
+layout_estimate.mistake(
     "all microbatches in flight",
     {"min(layout.pp, layout.microbatches)": "layout.microbatches"},
     says="That is GPipe's memory. 1F1B holds at most as many microbatches as there are stages.",
 )
-mistake(
-    "layout-estimate",
+layout_estimate.mistake(
     "without a bubble",
     {" + layout.pp - 1": ""},
     says="The last stage has to wait for pp - 1 others before it sees its first microbatch.",
 )
-mistake(
-    "layout-estimate",
+layout_estimate.mistake(
     "forward only",
     {"compute = 6 *": "compute = 2 *"},
     says="2 FLOPs per parameter and token are forward. Backward makes twice as many: 6 together.",
 )
-mistake(
-    "layout-estimate",
+layout_estimate.mistake(
     "an all-reduce goes round once",
     {"4 * 2 * (t - 1)": "4 * (t - 1)"},
     says="An all-reduce is a reduce-scatter and an all-gather: 2(t-1)/t of the tensor, not (t-1)/t.",
 )
-mistake(
-    "layout-estimate",
+layout_estimate.mistake(
     "cp does not divide the tokens",
     {"seq / layout.cp": "seq"},
     says="A rank of cp holds 1/cp of every sequence, so its activations and its work are divided, too.",
 )
-mistake(
-    "layout-estimate",
+layout_estimate.mistake(
     "tp divides token_bytes again",
     {"token_bytes(model, layout)": "token_bytes(model, layout) / t"},
     says="token_bytes knows the layout: it is what one tp rank keeps. Do not divide it by tp once more.",
 )
-mistake(
-    "layout-estimate",
+layout_estimate.mistake(
     "the look-up multiplies",
     {"model.active_layer + model.table)": "model.active_layer + 2 * model.table)"},
     says="Only the head multiplies every token by its table. An embedding is looked up, which costs no FLOPs.",
 )
-mistake(
-    "layout-estimate",
+layout_estimate.mistake(
     "the table is cut by pp",
     {"tables = 2 if layout.pp == 1 else 1": "tables = 2 / layout.pp"},
     says="A pipeline divides the layers. The embedding table lies on the first stage, whole but for tp.",
@@ -120,10 +109,10 @@ for _name, _old, _new, _says in (
         "A rank of cp keeps the activations of its own tokens, 1/cp of the sequence.",
     ),
 ):
-    mistake("layout-estimate", _name, {_old: _new}, says=_says)
+    layout_estimate.mistake(_name, {_old: _new}, says=_says)
 
 
-@alternative("layout-estimate", "kind by kind")
+@layout_estimate.alternative("kind by kind")
 def kind_by_kind(model, layout, seq, rate, link):
     stage = model.num_layers // layout.pp
     numbers = (stage * model.active_layer + model.table * (1 + (layout.pp == 1))) / layout.tp
@@ -142,7 +131,7 @@ def kind_by_kind(model, layout, seq, rate, link):
     return weights + gradients + adam + activations, (work + wire) * (layout.microbatches + layout.pp - 1)
 
 
-@mistake("layout-estimate", "bytes of the planner", expect="the planner's `memory` was called")
+@layout_estimate.mistake("bytes of the planner", expect="the planner's `memory` was called")
 def asks_the_planner(model, layout, seq, rate, link):
     held = stage_memory(model, layout, seq, stage=0)
     return held.total - held.buffers, kind_by_kind(model, layout, seq, rate, link)[1]
@@ -150,38 +139,39 @@ def asks_the_planner(model, layout, seq, rate, link):
 
 # Plans.
 
+plan_for_64 = KnownAnswers("plan-for-64")
 
-mistake("plan-for-64", "states alone are divided", expect="does not fit")(lambda: Layout(dp=64, zero=3, microbatches=8))
-mistake("plan-for-64", "ZeRO 1 in a node", expect="does not fit")(lambda: Layout(dp=8, tp=8, zero=1, microbatches=64))
-mistake("plan-for-64", "a long pipeline without chunks", expect="times as long as the best")(
+plan_for_64.mistake("states alone are divided", expect="does not fit")(lambda: Layout(dp=64, zero=3, microbatches=8))
+plan_for_64.mistake("ZeRO 1 in a node", expect="does not fit")(lambda: Layout(dp=8, tp=8, zero=1, microbatches=64))
+plan_for_64.mistake("a long pipeline without chunks", expect="times as long as the best")(
     lambda: Layout(tp=8, pp=8, microbatches=512, recompute="full")
 )
-mistake("plan-for-64", "tensor parallelism over two nodes", expect="times as long as the best")(
+plan_for_64.mistake("tensor parallelism over two nodes", expect="times as long as the best")(
     lambda: Layout(dp=4, zero=3, tp=16, microbatches=128, recompute="full")
 )
-mistake("plan-for-64", "half of the GPUs", expect="GPUs of 64")(
+plan_for_64.mistake("half of the GPUs", expect="GPUs of 64")(
     lambda: Layout(dp=16, zero=3, cp=2, microbatches=32, recompute="full")
 )
-mistake("plan-for-64", "another batch", expect="sequences of 512")(
+plan_for_64.mistake("another batch", expect="sequences of 512")(
     lambda: Layout(dp=32, zero=3, cp=2, microbatches=1, recompute="full")
 )
-mistake("plan-for-64", "a microbatch and a half", expect="micro_batch 1.6 of a layout must be a whole number")(
+plan_for_64.mistake("a microbatch and a half", expect="micro_batch 1.6 of a layout must be a whole number")(
     lambda: Layout(dp=2, tp=8, pp=4, chunks=20, micro_batch=1.6, microbatches=160)
 )
-mistake("plan-for-64", "the planner's best", expect="the planner's search was called")(lambda: plans.best().layout)
-mistake("plan-for-64", "the first of the planner's ranking", expect="the planner's search was called")(
+plan_for_64.mistake("the planner's best", expect="the planner's search was called")(lambda: plans.best().layout)
+plan_for_64.mistake("the first of the planner's ranking", expect="the planner's search was called")(
     lambda: search.rank(plans.SEVENTY, plans.SIXTY_FOUR, plans.SEQ, plans.BATCH).best.layout
 )
-mistake("plan-for-64", "the quickest of all that fit", expect="the planner's search was called")(
+plan_for_64.mistake("the quickest of all that fit", expect="the planner's search was called")(
     lambda: min((each for each in plans.everything() if each.fits), key=lambda each: each.seconds).layout
 )
-alternative("plan-for-64", "two axes")(lambda: Layout(tp=8, pp=8, chunks=10, microbatches=512))
-alternative("plan-for-64", "two replicas, norms computed again")(
+plan_for_64.alternative("two axes")(lambda: Layout(tp=8, pp=8, chunks=10, microbatches=512))
+plan_for_64.alternative("two replicas, norms computed again")(
     lambda: Layout(dp=2, zero=1, tp=8, pp=4, chunks=20, microbatches=256, recompute="light")
 )
 
 
-@alternative("plan-for-64", "the quickest of a few, by judge")
+@plan_for_64.alternative("the quickest of a few, by judge")
 def tries_a_few():
     judged = [plans.judge(Layout(tp=tp, cp=8 // tp, pp=8, zero=2, chunks=10, microbatches=512)) for tp in (2, 4, 8)]
     return min((each for each in judged if each.fits), key=lambda each: each.seconds).layout
@@ -189,59 +179,50 @@ def tries_a_few():
 
 # Hybrid steps.
 
+hybrid_step = KnownAnswers("hybrid-step")
 
-mistake("hybrid-step", "dp of one rank skips", expect="asks how many ranks dp has")(buggy_hybrid_step)
-mistake(
-    "hybrid-step",
+hybrid_step.mistake("dp of one rank skips", expect="asks how many ranks dp has")(buggy_hybrid_step)
+hybrid_step.mistake(
     "over dp alone",
     {"replicas.all_reduce(parameter.grad)": "mesh.dp.all_reduce(parameter.grad)"},
     says="Gradients are summed over dp, but not over cp. Both axes divide the tokens.",
 )
-mistake(
-    "hybrid-step",
+hybrid_step.mistake(
     "an average of shares",
     {"replicas.all_reduce(parameter.grad)": 'replicas.all_reduce(parameter.grad, "avg")'},
     says="You averaged over the replicas what was divided by all tokens already. Shares of one mean are summed.",
 )
-mistake(
-    "hybrid-step",
+hybrid_step.mistake(
     "a mean of means",
     {"(loss / everywhere)": "(loss / (count * replicas.world_size))"},
     says="Each rank divided by its own number of targets, and they differ. Divide by the number of all of them.",
 )
-mistake(
-    "hybrid-step",
-    "norms are not shared",
-    {"name in shares": "False"},
-    expect="saw a part of the sequence on each tp rank",
+hybrid_step.mistake(
+    "norms are not shared", {"name in shares": "False"}, expect="saw a part of the sequence on each tp rank"
 )
-mistake("hybrid-step", "everything over tp", {"name in shares": "True"}, expect="slices that tp ranks do not share")
-mistake(
-    "hybrid-step",
+hybrid_step.mistake("everything over tp", {"name in shares": "True"}, expect="slices that tp ranks do not share")
+hybrid_step.mistake(
     "returns its own loss",
     {"return replicas.all_reduce(loss.detach().clone()) / everywhere": "return loss.detach() / count"},
     expect="loss that you return is not",
 )
-mistake(
-    "hybrid-step",
+hybrid_step.mistake(
     "norms by their name",
     {"name in shares": '"norm" in name'},
     expect="dp 2, tp 2 without sequence parallelism: .* whatever they are called",
 )
-mistake(
-    "hybrid-step",
+hybrid_step.mistake(
     "vectors for shares",
     {"name in shares": "parameter.dim() == 1"},
     expect="dp 2, tp 2 without sequence parallelism: .* whatever they are called",
 )
-alternative(
-    "hybrid-step",
+hybrid_step.alternative(
     "first dp, then cp",
     {"replicas.all_reduce(parameter.grad)": "mesh.cp.all_reduce(mesh.dp.all_reduce(parameter.grad))"},
 )
 
 
-@alternative("hybrid-step", "one message for all gradients")
+@hybrid_step.alternative("one message for all gradients")
 def coalesced(model, microbatch, mesh, shares):
     import torch
 

@@ -4,7 +4,7 @@ import json
 import zlib
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 from course.lab10_fault_tolerance import experiments_breaks
 
 right = answers_of("10_fault_tolerance")
@@ -23,19 +23,18 @@ def _commits_first(step, shard, group, disk):
     group.barrier()
 
 
-mistake(
-    "atomic-commit",
+atomic_commit = KnownAnswers("atomic-commit")
+
+atomic_commit.mistake(
     "metadata before the shards",
     says="The manifest is there before the shards are: killed in between, it promises what was never written. Write "
     "it last, behind a barrier.",
 )((_commits_first, right.load))
-mistake(
-    "atomic-commit",
+atomic_commit.mistake(
     "metadata before the barrier",
     says="Rank 0 has written its own shard and says that all are there. It knows that only after the barrier.",
 )((experiments_breaks.metadata_first, experiments_breaks.newest_with_a_manifest))
-mistake(
-    "atomic-commit",
+atomic_commit.mistake(
     "the manifest is not written at once",
     {
         'f"draft-{step}"': 'f"step-{step}"',
@@ -45,8 +44,7 @@ mistake(
     says="The order is right, but writing is not one step: between write and flush the manifest has its name and not "
     "its content. Write it under another name, flush, rename.",
 )
-mistake(
-    "atomic-commit",
+atomic_commit.mistake(
     "no flush",
     {'    disk.flush(f"{draft}/{group.rank}")\n': "", '        disk.flush(f"{draft}/manifest")\n': ""},
     says="What you wrote may still be in memory only when the rename reaches the disk. Flush every file before "
@@ -58,8 +56,7 @@ for _name, _instead in (
     ("the rename is not flushed", "pass"),
     ("flushes what it renamed", 'disk.flush(f"step-{step}")'),
 ):
-    mistake(
-        "atomic-commit",
+    atomic_commit.mistake(
         _name,
         {'disk.flush(".")': _instead},
         says="A rename is a change of the folder above, and that was not flushed: save has returned, and a power cut "
@@ -67,14 +64,15 @@ for _name, _instead in (
     )
 
 
-mistake(
-    "atomic-commit",
+atomic_commit.mistake(
     "the old checkpoint goes first",
     {
-        "        disk.rename(draft": '        if disk.exists(f"step-{step - 1}"):\n'
-        '            disk.remove(f"step-{step - 1}")\n'
-        '            disk.flush(".")\n'
-        "        disk.rename(draft"
+        "        disk.rename(draft": (
+            '        if disk.exists(f"step-{step - 1}"):\n'
+            '            disk.remove(f"step-{step - 1}")\n'
+            '            disk.flush(".")\n'
+            "        disk.rename(draft"
+        )
     },
     says="The old checkpoint was removed before the new one counted: killed in between, there is none. Remove it "
     "afterwards.",
@@ -92,14 +90,12 @@ def _from_one_place(disk):
     return (int.from_bytes(found[0][:2], "big"), [each[2:] for each in found]) if found else None
 
 
-mistake(
-    "atomic-commit",
+atomic_commit.mistake(
     "overwrites the only checkpoint",
     says="The new shards replace the old ones in place, one after the other: in between, neither checkpoint is whole. "
     "Write beside it.",
 )((_overwrites, _from_one_place))
-mistake(
-    "atomic-commit",
+atomic_commit.mistake(
     "reads every shard that lies there",
     {
         'int(disk.read(f"{folder}/manifest"))': '[name for name in disk.list(folder) if name != "manifest"]',
@@ -108,31 +104,25 @@ mistake(
     says="A shard of the killed attempt lay in the folder, of a rank that the restarted job does not have, and was "
     "taken for one of its own. Say in the manifest what belongs to the checkpoint, or clean up first.",
 )
-mistake(
-    "atomic-commit",
+atomic_commit.mistake(
     "rank 0 does not wait",
     {"    group.barrier()  # all": "    # all"},
     says="Rank 0 renames the folder without waiting for the others: their shards come too late, into a folder that is "
     "not there any more.",
 )
-mistake(
-    "atomic-commit",
+atomic_commit.mistake(
     "the largest name",
     {'int(name.removeprefix("step-"))': 'name.removeprefix("step-")', "return max(steps)": "return int(max(steps))"},
     says="Names are compared letter by letter, and step-9 comes after step-10. Compare numbers, or write them with "
     "zeros in front.",
 )
-mistake(
-    "atomic-commit",
+atomic_commit.mistake(
     "a barrier that rank 0 does not enter",
     {"    group.barrier()  # all": "    if group.rank:\n        group.barrier()  # all"},
     expect="waiting for others for ever",
 )
-mistake(
-    "atomic-commit",
-    "no return",
-    {"return max(steps),": "found = max(steps),"},
-    expect="returns None|finds no checkpoint",
+atomic_commit.mistake(
+    "no return", {"return max(steps),": "found = max(steps),"}, expect="returns None|finds no checkpoint"
 )
 
 
@@ -209,8 +199,7 @@ def _pointer_in_place(*given):
     _pointer(*given, draft="latest")
 
 
-mistake(
-    "atomic-commit",
+atomic_commit.mistake(
     "a pointer that is overwritten",
     says="The small file that says which checkpoint counts was overwritten in place: until it is flushed, neither the "
     "old text nor the new one is safe. Write it under another name, flush, rename.",
@@ -243,9 +232,9 @@ def _with_all_shards(disk):
     return None
 
 
-mistake("atomic-commit", "the manifest before the others are there", expect="ran ahead of others|killed|power fails")(
+atomic_commit.mistake("the manifest before the others are there", expect="ran ahead of others|killed|power fails")(
     (_manifest_early, _with_all_shards)
 )
-alternative("atomic-commit", "notes instead of a barrier")((_notes, _by_names))
-alternative("atomic-commit", "a file that points to the latest")((_pointer, _by_pointer))
-alternative("atomic-commit", "shards that prove themselves")((_self_checking, _newest_that_is_whole))
+atomic_commit.alternative("notes instead of a barrier")((_notes, _by_names))
+atomic_commit.alternative("a file that points to the latest")((_pointer, _by_pointer))
+atomic_commit.alternative("shards that prove themselves")((_self_checking, _newest_that_is_whole))

@@ -3,19 +3,19 @@
 import hashlib
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("10_fault_tolerance")
 
 
-mistake(
-    "checkpoint-manifest",
+checkpoint_manifest = KnownAnswers("checkpoint-manifest")
+
+checkpoint_manifest.mistake(
     "lengths only",
     {" or zlib.crc32(path.read_bytes()) != checksum": ""},
     says="Lengths find files that end early. A flipped bit leaves the length as it is: take a checksum of the content.",
 )
-mistake(
-    "checkpoint-manifest",
+checkpoint_manifest.mistake(
     "the sum of the bytes",
     {
         " or path.stat().st_size != size": "",
@@ -25,8 +25,7 @@ mistake(
     says="The sum of the bytes does not see two parts of a file that have changed places, nor zeros at its end. A "
     "checksum such as CRC-32 depends on where each byte stands.",
 )
-mistake(
-    "checkpoint-manifest",
+checkpoint_manifest.mistake(
     "the beginning of each file",
     {
         " or path.stat().st_size != size": "",
@@ -35,8 +34,7 @@ mistake(
     },
     says="Only the beginning of each file was looked at, and the damage is behind it.",
 )
-mistake(
-    "checkpoint-manifest",
+checkpoint_manifest.mistake(
     "time stamps",
     {
         "zlib.crc32(path.read_bytes())]": "path.stat().st_mtime_ns]",
@@ -44,26 +42,18 @@ mistake(
     },
     says="When a file was written says nothing about what is in it: a copy has another time, a damaged disk the same.",
 )
-mistake(
-    "checkpoint-manifest",
-    "the last file is left out",
-    {"sorted(folder.iterdir()):": "sorted(folder.iterdir())[:-1]:"},
-    expect="damaged names",
+checkpoint_manifest.mistake(
+    "the last file is left out", {"sorted(folder.iterdir()):": "sorted(folder.iterdir())[:-1]:"}, expect="damaged names"
 )
-mistake(
-    "checkpoint-manifest",
+checkpoint_manifest.mistake(
     "files kept between calls",
     {"def describe(folder):": "def describe(folder, files={}):", "    files = {}\n": ""},
     expect="a second folder was described",
 )
-mistake(
-    "checkpoint-manifest",
-    "the manifest is not signed",
-    {"hashlib.sha256(text.encode()).hexdigest() != digest": "not text"},
-    expect="manifest",
+checkpoint_manifest.mistake(
+    "the manifest is not signed", {"hashlib.sha256(text.encode()).hexdigest() != digest": "not text"}, expect="manifest"
 )
-mistake(
-    "checkpoint-manifest",
+checkpoint_manifest.mistake(
     "Python's hash()",
     {
         "zlib.crc32(path.read_bytes())]": "hash(path.read_bytes())]",
@@ -71,8 +61,7 @@ mistake(
     },
     expect="is another there",
 )
-mistake(
-    "checkpoint-manifest",
+checkpoint_manifest.mistake(
     "every second byte",
     {
         "zlib.crc32(path.read_bytes())]": "zlib.crc32(path.read_bytes()[::2])]",
@@ -80,8 +69,7 @@ mistake(
     },
     says="Only some of the bytes were looked at, and the damage is between them.",
 )
-mistake(
-    "checkpoint-manifest",
+checkpoint_manifest.mistake(
     "a copy of the files",
     {
         "zlib.crc32(path.read_bytes())]": "path.read_bytes().hex()]",
@@ -89,18 +77,16 @@ mistake(
     },
     expect="not the files",
 )
-mistake(
-    "checkpoint-manifest",
+checkpoint_manifest.mistake(
     "looks at the files that are there",
     {
-        "for name, (size, checksum) in json.loads(text).items():\n"
-        "        path = folder / name": "for path in folder.iterdir():\n"
-        "        name, (size, checksum) = path.name, json.loads(text)[path.name]"
+        ("for name, (size, checksum) in json.loads(text).items():\n        path = folder / name"): (
+            "for path in folder.iterdir():\n        name, (size, checksum) = path.name, json.loads(text)[path.name]"
+        )
     },
     says="A file that is missing is not in the folder, so it was not looked at. Go through the names in the manifest.",
 )
-mistake(
-    "checkpoint-manifest",
+checkpoint_manifest.mistake(
     "full paths",
     {
         "files[path.name]": "files[str(path)]",
@@ -121,8 +107,7 @@ def _says_all(folder, manifest):
     return [] if _one_for_all(folder) == manifest else sorted(path.name for path in folder.iterdir())
 
 
-mistake(
-    "checkpoint-manifest",
+checkpoint_manifest.mistake(
     "one checksum over all files",
     says="One checksum over all files says that something is wrong, not what: give each file its own.",
 )((_one_for_all, _says_all))
@@ -143,4 +128,4 @@ def _by_lines(folder, manifest):
     return [name for name, digest in known.items() if there.get(name) != digest]
 
 
-alternative("checkpoint-manifest", "sha256sum's format")((_lines, _by_lines))
+checkpoint_manifest.alternative("sha256sum's format")((_lines, _by_lines))

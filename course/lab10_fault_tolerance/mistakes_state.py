@@ -7,50 +7,47 @@ import random
 import torch
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("10_fault_tolerance")
 
 # Another number of ranks.
 
+reshard = KnownAnswers("reshard")
 
-mistake(
-    "reshard",
+reshard.mistake(
     "reads whole parts and cuts",
     {
         "part.offset + (begin - part.start) * itemsize": "part.offset",
-        "(end - begin) * itemsize,\n                )": "(part.stop - part.start) * itemsize,\n"
-        "                )[(begin - part.start) * itemsize : (end - part.start) * itemsize]",
+        "(end - begin) * itemsize,\n                )": (
+            "(part.stop - part.start) * itemsize,\n"
+            "                )[(begin - part.start) * itemsize : (end - part.start) * itemsize]"
+        ),
     },
     expect="read its bytes only",
 )
-mistake(
-    "reshard",
+reshard.mistake(
     "parts in the order of the list",
     {"sorted(parts, key=lambda part: part.start)": "parts"},
     says="The parts were joined in the order in which the manifest lists them. Their place in the tensor is `start`.",
 )
-mistake(
-    "reshard",
+reshard.mistake(
     "parts in the order of the files",
     {"lambda part: part.start": "lambda part: part.file"},
     says="The parts were joined in the order of the files. A file may hold any part: its place in the tensor is "
     "`start`.",
 )
-mistake(
-    "reshard",
+reshard.mistake(
     "elements counted as bytes",
     {"(begin - part.start) * itemsize": "(begin - part.start)"},
     says="Elements were skipped as if each had one byte: the distance in the file is (begin - part.start) · itemsize.",
 )
-mistake(
-    "reshard",
+reshard.mistake(
     "without the part's offset",
     {"part.offset + ": ""},
     says="The tensor does not begin where the file does: other things lie in front of it. Add part.offset.",
 )
-mistake(
-    "reshard",
+reshard.mistake(
     "equal parts, rounded down",
     {
         "numel * rank // world_size": "numel // world_size * rank",
@@ -60,8 +57,7 @@ mistake(
 )
 
 
-@mistake(
-    "reshard",
+@reshard.mistake(
     "the part of the same rank",
     says="Rank r took what rank r had saved. With another number of ranks its elements begin elsewhere.",
 )
@@ -71,14 +67,14 @@ def same_rank(read, parts, numel, itemsize, rank, world_size):
     return b"".join(read(p.file, p.offset, min(count, (p.stop - p.start) * itemsize)) for p in mine)
 
 
-@mistake("reshard", "one element at a time", expect="one range per part")
+@reshard.mistake("one element at a time", expect="one range per part")
 def one_by_one(read, parts, numel, itemsize, rank, world_size):
     first, last = numel * rank // world_size, numel * (rank + 1) // world_size
     places = {i: (p.file, p.offset + (i - p.start) * itemsize) for p in parts for i in range(p.start, p.stop)}
     return b"".join(read(*places[i], itemsize) for i in range(first, last))
 
 
-@alternative("reshard", "into a buffer of the right size")
+@reshard.alternative("into a buffer of the right size")
 def into_a_buffer(read, parts, numel, itemsize, rank, world_size):
     first, last = numel * rank // world_size, numel * (rank + 1) // world_size
     own = bytearray((last - first) * itemsize)
@@ -91,7 +87,7 @@ def into_a_buffer(read, parts, numel, itemsize, rank, world_size):
     return own
 
 
-@alternative("reshard", "following the tensor from part to part")
+@reshard.alternative("following the tensor from part to part")
 def from_part_to_part(read, parts, numel, itemsize, rank, world_size):
     at, last = numel * rank // world_size, numel * (rank + 1) // world_size
     found = b""
@@ -105,6 +101,7 @@ def from_part_to_part(read, parts, numel, itemsize, rank, world_size):
 
 # Resume.
 
+resume_state = KnownAnswers("resume-state")
 
 for _name, _restores, _says in (
     ("model", 'loop.model.load_state_dict(state["model"])', "weights"),
@@ -114,29 +111,21 @@ for _name, _restores, _says in (
     ("torch", 'torch.set_rng_state(state["torch"])', "torch's generator"),
     ("python", 'random.setstate(state["python"])', "Python's generator"),
 ):
-    mistake("resume-state", f"without {_name}", {_restores: "pass"}, expect=_says)
+    resume_state.mistake(f"without {_name}", {_restores: "pass"}, expect=_says)
 
 
-mistake(
-    "resume-state",
-    "refers to what training changes",
-    {"return copy.deepcopy(state)": "return state"},
-    expect="Take a copy",
+resume_state.mistake(
+    "refers to what training changes", {"return copy.deepcopy(state)": "return state"}, expect="Take a copy"
 )
-mistake(
-    "resume-state",
-    "trains into the saved state",
-    {"    state = copy.deepcopy(state)\n": ""},
-    expect="put copies into the loop",
+resume_state.mistake(
+    "trains into the saved state", {"    state = copy.deepcopy(state)\n": ""}, expect="put copies into the loop"
 )
-mistake(
-    "resume-state",
+resume_state.mistake(
     "the position without the epoch and the seed",
     {"vars(loop.order),": '{"position": loop.order.position},'},
     expect="order of the data",
 )
-mistake(
-    "resume-state",
+resume_state.mistake(
     "seeds again instead",
     {
         'torch.set_rng_state(state["torch"])': "torch.manual_seed(0)",
@@ -144,7 +133,7 @@ mistake(
     },
     expect="torch's generator, Python's generator",
 )
-mistake("resume-state", "a pickle as numbers", expect="pickled objects, as bytes")(
+resume_state.mistake("a pickle as numbers", expect="pickled objects, as bytes")(
     (
         lambda loop: torch.frombuffer(bytearray(pickle.dumps(loop.__dict__)), dtype=torch.uint8),
         lambda loop, state: vars(loop).update(pickle.loads(state.numpy().tobytes())),
@@ -158,18 +147,18 @@ def _keep(loop):
     return {"id": 1}
 
 
-mistake("resume-state", "kept in a global", expect="not in another one")(
+resume_state.mistake("kept in a global", expect="not in another one")(
     (_keep, lambda loop, state: right.restore(loop, KEPT["state"]))
 )
-mistake("resume-state", "keeps the objects", expect="not only tensors")(
+resume_state.mistake("keeps the objects", expect="not only tensors")(
     (lambda loop: {"loop": copy.deepcopy(loop)}, lambda loop, state: vars(loop).update(vars(state["loop"])))
 )
-mistake(
-    "resume-state",
+resume_state.mistake(
     "an optimizer that the scheduler does not know",
     {
-        "loop.optimizer.load": "loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.02)\n"
-        "    loop.optimizer.load"
+        "loop.optimizer.load": (
+            "loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.02)\n    loop.optimizer.load"
+        )
     },
     expect="another optimizer than the loop's",
 )
@@ -193,4 +182,4 @@ def _from_lists(loop, state):
     random.setstate(python)
 
 
-alternative("resume-state", "in a list of its own")((_as_lists, _from_lists))
+resume_state.alternative("in a list of its own")((_as_lists, _from_lists))

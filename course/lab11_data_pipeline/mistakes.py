@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("11_data_pipeline")
 
@@ -26,80 +26,71 @@ def glue(word, pair):
 
 # BPE: one merge.
 
+bpe_merge_step = KnownAnswers("bpe-merge-step")
 
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "counts each different word once",
     {"counts[pair] += times": "counts[pair] += 1"},
     says="You count each different word once: multiply by how often the word occurs.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "the count of the last word alone",
     {"counts[pair] += times": "counts[pair] = times"},
     says="Each word overwrites the count of a pair that others have, too: add to it.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "a long word counts more",
     {"counts[pair] += times": "counts[pair] += times * len(word)"},
     says="A word brings each of its pairs as often as it occurs, however long it is.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "merges the first pair instead of the most frequent",
     {"min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))": "next(iter(counts))"},
     says="That is the first pair of the text, whatever its count.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "leaves ties to the order of the text",
     {", ids[pair[0]], ids[pair[1]]": ""},
     says="Of equally frequent pairs you take the one that the text has first: the smallest ids go first.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "the largest ids of a tie",
     {"ids[pair[0]], ids[pair[1]]": "-ids[pair[0]], -ids[pair[1]]"},
     says="Of equally frequent pairs you take the one with the largest ids: max does that, where the rule asks for min.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "ties by the left id alone",
     {", ids[pair[1]]": ""},
     says="Pairs with the same left token tie again: compare the id of the right token next.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "ties by the right id first",
     {"ids[pair[0]], ids[pair[1]]": "ids[pair[1]], ids[pair[0]]"},
     says="Compare the id of the left token first, that of the right one second.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "ties by the bytes",
     {"ids[pair[0]], ids[pair[1]]": "pair"},
     says="You compare tokens as bytes. Among equals the smallest ids decide, and a long token has a large id.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "a pair counts once per word",
     {"in pairwise(word)": "in set(pairwise(word))"},
     says="A pair that stands twice in a word counts twice: do not make a set of a word's pairs.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "counts pairs that overlap once",
     {
-        "        for pair in pairwise(word):\n            counts[pair] += times": "        at = 0\n"
-        "        while at + 1 < len(word):\n"
-        "            counts[word[at : at + 2]] += times\n"
-        "            at += 2 if word[at : at + 2] == word[at + 1 : at + 3] else 1"
+        "        for pair in pairwise(word):\n            counts[pair] += times": (
+            "        at = 0\n"
+            "        while at + 1 < len(word):\n"
+            "            counts[word[at : at + 2]] += times\n"
+            "            at += 2 if word[at : at + 2] == word[at + 1 : at + 3] else 1"
+        )
     },
     says="`b b b` holds the pair b, b twice: all neighbours count, although only one of the two can be merged.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "merges from the right",
     {
         "glued, at = [], 0": "glued, at, word = [], 0, word[::-1]",
@@ -108,33 +99,29 @@ mistake(
     },
     says="You merge from the right: of three equal tokens the first two belong together.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "glues overlapping occurrences",
     {"2 if found else 1": "1 + (found and at + 2 == len(word))"},
     says="A token that was merged is used up: you merged it with its next neighbour as well.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "glues the first occurrence in a word only",
     {"== best": "== best and len(glued) == at"},
     says="Go on after the first merge: a word may hold the pair again.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "replaces text, so the end of a longer token counts",
     {"tuple(glued)": 'tuple(b"\\0".join(word).replace(b"\\0".join(best), b"".join(best)).split(b"\\0"))'},
     says="You compare bytes, not tokens: a longer token that ends in the same bytes is not part of the pair.",
 )
-mistake(
-    "bpe-merge-step",
+bpe_merge_step.mistake(
     "glues in the words it was given",
     {"return best, merged": "words.clear()\n    words.update(merged)\n    return best, words"},
     expect="changed its input",
 )
 
 
-@alternative("bpe-merge-step", "sorts the pairs, glues with a stack")
+@bpe_merge_step.alternative("sorts the pairs, glues with a stack")
 def with_a_stack(words, ids):
     counts = Counter(pair for word, times in words.items() for pair in [*pairwise(word)] * times)
     best = sorted(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))[0]
@@ -153,23 +140,21 @@ def with_a_stack(words, ids):
 
 # BPE: encoding.
 
+bpe_encode = KnownAnswers("bpe-encode")
 
-mistake(
-    "bpe-encode",
+bpe_encode.mistake(
     "merges in the order of the text",
     {"min(known)": "known[0]"},
     says="You merge the leftmost known pair first: the pair that was learnt first goes first, wherever it stands.",
 )
-mistake(
-    "bpe-encode",
+bpe_encode.mistake(
     "takes the pair learnt last",
     {"(ranks[pair], at)": "(-ranks[pair], at)"},
     says="You merge the pair that was learnt last: the lowest rank goes first.",
 )
 
 
-@mistake(
-    "bpe-encode",
+@bpe_encode.mistake(
     "longest token first, as WordPiece does",
     says="You take the longest known token from the left, as WordPiece does; byte pairs are merged by rank.",
 )
@@ -182,8 +167,7 @@ def longest_first(piece, ranks):
     return tokens
 
 
-mistake(
-    "bpe-encode",
+bpe_encode.mistake(
     "the rank of the bytes, however they were split",
     {
         "while True": "ranks = {left + right: rank for (left, right), rank in ranks.items()}\n    while True",
@@ -192,8 +176,7 @@ mistake(
     },
     says="You look up the bytes of the pair. Only the very two tokens that were merged in training have that rank.",
 )
-mistake(
-    "bpe-encode",
+bpe_encode.mistake(
     "stops after the first merge",
     {
         "while True": "lowest = sorted(set(pairwise(word)) & set(ranks), key=ranks.get)[:1]\n    while True",
@@ -201,27 +184,24 @@ mistake(
     },
     says="You stop after one merge: look for known pairs again, until none is left.",
 )
-mistake(
-    "bpe-encode",
+bpe_encode.mistake(
     "merges from the right",
     {"(ranks[pair], at)": "(ranks[pair], -at)", "min(known)[1]": "-min(known)[1]"},
     says="Of three equal tokens the first two are merged, not the last two.",
 )
-mistake(
-    "bpe-encode",
+bpe_encode.mistake(
     "uses only the pairs of the bytes",
     {"while True": "ranks = {pair: ranks[pair] for pair in pairwise(word) if pair in ranks}\n    while True"},
     says="You merge only pairs of single bytes: a merged token can be part of a further pair.",
 )
-mistake(
-    "bpe-encode",
+bpe_encode.mistake(
     "gives ranks instead of tokens",
     {"return word": "return [ranks.get((token[:-1], token[-1:]), token[0]) for token in word]"},
     expect="each a bytes object",
 )
 
 
-@mistake("bpe-encode", "the leftmost pair whose neighbours rank no lower", expect="merges")
+@bpe_encode.mistake("the leftmost pair whose neighbours rank no lower", expect="merges")
 def leftmost_local_minimum(piece, ranks):
     word = [bytes([byte]) for byte in piece]
     while True:
@@ -233,7 +213,7 @@ def leftmost_local_minimum(piece, ranks):
         word[lowest[0] : lowest[0] + 2] = [word[lowest[0]] + word[lowest[0] + 1]]
 
 
-@alternative("bpe-encode", "all occurrences of the lowest pair at a time")
+@bpe_encode.alternative("all occurrences of the lowest pair at a time")
 def all_at_once(piece, ranks):
     word = tuple(bytes([byte]) for byte in piece)
     while known := [pair for pair in pairwise(word) if pair in ranks]:
@@ -241,7 +221,7 @@ def all_at_once(piece, ranks):
     return word
 
 
-@alternative("bpe-encode", "one sweep per merge, in the order of the ranks")
+@bpe_encode.alternative("one sweep per merge, in the order of the ranks")
 def one_sweep_each(piece, ranks):
     word = tuple(bytes([byte]) for byte in piece)
     for pair in sorted(ranks, key=ranks.get):
@@ -251,62 +231,47 @@ def one_sweep_each(piece, ranks):
 
 # Bits per byte.
 
+bits_per_byte = KnownAnswers("bits-per-byte")
 
-mistake(
-    "bits-per-byte",
-    "leaves nats as they are",
-    {" / math.log(2)": ""},
-    says="These are nats per byte: divide by ln 2 to have bits.",
+bits_per_byte.mistake(
+    "leaves nats as they are", {" / math.log(2)": ""}, says="These are nats per byte: divide by ln 2 to have bits."
 )
-mistake(
-    "bits-per-byte",
-    "bits per token",
-    {" * tokens / text_bytes": ""},
-    says="These are bits per token; a token is several bytes.",
+bits_per_byte.mistake(
+    "bits per token", {" * tokens / text_bytes": ""}, says="These are bits per token; a token is several bytes."
 )
-mistake(
-    "bits-per-byte",
+bits_per_byte.mistake(
     "bytes per token upside down",
     {"tokens / text_bytes": "text_bytes / tokens"},
     says="Tokens and bytes are swapped: the more bytes a token has, the fewer bits each of them costs.",
 )
-mistake(
-    "bits-per-byte",
+bits_per_byte.mistake(
     "multiplies by ln 2",
     {"/ math.log(2)": "* math.log(2)"},
     says="You multiplied by ln 2: a nat is 1.44 bits, so divide.",
 )
-mistake(
-    "bits-per-byte",
+bits_per_byte.mistake(
     "the perplexity",
     {"nats_per_token / math.log(2) * tokens / text_bytes": "math.exp(nats_per_token)"},
     says="That is the perplexity, exp(nats per token).",
 )
-mistake(
-    "bits-per-byte",
-    "log10",
-    {"log(2)": "log(10)"},
-    says="You divided by ln 10, which gives decimal digits and not bits.",
+bits_per_byte.mistake(
+    "log10", {"log(2)": "log(10)"}, says="You divided by ln 10, which gives decimal digits and not bits."
 )
-mistake(
-    "bits-per-byte",
+bits_per_byte.mistake(
     "divided by 8 as well",
     {"/ text_bytes": "/ (8 * text_bytes)"},
     says="Divided by 8: the bytes are those of the text, and are not converted to bits.",
 )
-mistake(
-    "bits-per-byte",
-    "of the whole text",
-    {" / text_bytes": ""},
-    says="These are the bits of the whole text: divide by its bytes.",
+bits_per_byte.mistake(
+    "of the whole text", {" / text_bytes": ""}, says="These are the bits of the whole text: divide by its bytes."
 )
 
 
-@alternative("bits-per-byte", "through the perplexity")
+@bits_per_byte.alternative("through the perplexity")
 def through_perplexity(nats_per_token, tokens, text_bytes):
     return math.log2(math.exp(nats_per_token)) / (text_bytes / tokens)
 
 
-@alternative("bits-per-byte", "in float32")
+@bits_per_byte.alternative("in float32")
 def in_float32(nats_per_token, tokens, text_bytes):
     return float(np.float32(nats_per_token) / np.float32(np.log(2)) * np.float32(tokens) / np.float32(text_bytes))

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 
 def attention(q, k, v, visible=None, scale=None):
@@ -20,9 +20,10 @@ def causal(start, end):
 
 # Attention with a cache.
 
+cached_attention = KnownAnswers("cached-attention")
 
-@mistake(
-    "cached-attention",
+
+@cached_attention.mistake(
     "appends after attention",
     says="The new tokens do not see themselves: write them into the cache first, then attend.",
 )
@@ -39,79 +40,65 @@ def written(q, k, v, keys, values, start):
     return keys[:, :end], values[:, :end], end
 
 
-mistake(
-    "cached-attention",
+cached_attention.mistake(
     "mask without position offset",
     {"torch.arange(start, end)[:, None]": "torch.arange(q.shape[1])[:, None]"},
     says="The mask has no offset: query i stands behind the `start` kept tokens and must see those, too.",
 )
-mistake(
-    "cached-attention",
+cached_attention.mistake(
     "no mask: works for one token at a time",
     {'scores.masked_fill(~visible, float("-inf"))': "scores"},
     says="New tokens see those after them: several may come at once, so a mask is needed.",
 )
-mistake(
-    "cached-attention",
+cached_attention.mistake(
     "writes to the front",
     {"keys[:, start:end], values[:, start:end] =": "keys[:, : k.shape[1]], values[:, : k.shape[1]] ="},
     expect="overwritten",
 )
 
 
-@mistake("cached-attention", "grows a copy of the cache", expect="is unchanged")
+@cached_attention.mistake("grows a copy of the cache", expect="is unchanged")
 def grows_a_copy(q, k, v, keys, values, start):
     keys, values = (torch.cat([old[:, :start], new], dim=1) for old, new in ((keys, k), (values, v)))
     return attention(q, keys, values, causal(start, keys.shape[1]))
 
 
-mistake(
-    "cached-attention",
+cached_attention.mistake(
     "wrong kv heads",
     {"repeat_interleave(group, dim=0)": "repeat(group, 1, 1)"},
     says="Query heads read the wrong kv heads: neighbours share one (head j reads j // group), which is "
     "repeat_interleave and not repeat.",
 )
-mistake("cached-attention", "not scaled", {" * q.shape[-1] ** -0.5": ""}, says="The scores are not divided by √d.")
-mistake(
-    "cached-attention",
-    "divided by d",
-    {"q.shape[-1] ** -0.5": "q.shape[-1] ** -1"},
-    says="The scores are divided by d; divide them by √d.",
+cached_attention.mistake("not scaled", {" * q.shape[-1] ** -0.5": ""}, says="The scores are not divided by √d.")
+cached_attention.mistake(
+    "divided by d", {"q.shape[-1] ** -0.5": "q.shape[-1] ** -1"}, says="The scores are divided by d; divide them by √d."
 )
-mistake(
-    "cached-attention",
+cached_attention.mistake(
     "sees one token ahead",
     {"torch.arange(end) <=": "torch.arange(end) - 1 <="},
     says="A new token sees the one behind it as well: its mask must end at its own place.",
 )
-mistake(
-    "cached-attention",
-    "does not see itself",
-    {"torch.arange(end) <=": "torch.arange(end) <"},
-    expect="each sees itself",
+cached_attention.mistake(
+    "does not see itself", {"torch.arange(end) <=": "torch.arange(end) <"}, expect="each sees itself"
 )
-mistake(
-    "cached-attention",
+cached_attention.mistake(
     "a softmax over the queries",
     {"dim=-1": "dim=-2"},
     says="The softmax runs over the queries. The weights of one query sum to 1, so it runs over the keys.",
 )
-mistake(
-    "cached-attention",
+cached_attention.mistake(
     "all places, masked",
     {"kept[:, :end]": "kept", "torch.arange(end) <=": "torch.arange(keys.shape[1]) <="},
     expect="slice the cache to the filled places",
 )
-mistake(
-    "cached-attention",
+cached_attention.mistake(
     "masked scores are zero",
     {'scores.masked_fill(~visible, float("-inf"))': "scores * visible"},
     says="A score of 0 still gets weight, because exp(0) = 1. Masked scores must be -inf before the softmax.",
 )
 
 
-@mistake("cached-attention", "all keys masked, values sliced", expect="slice both keys and values")
+@cached_attention.mistake("all keys masked, values sliced", expect="slice both keys and values")
 def all_keys(q, k, v, keys, values, start):
     _, seen_v, end = written(q, k, v, keys, values, start)
     group = q.shape[0] // k.shape[0]
@@ -121,7 +108,7 @@ def all_keys(q, k, v, keys, values, start):
     return shares[:, :, :end] @ seen_v.repeat_interleave(group, 0)
 
 
-@alternative("cached-attention", "joins kept and new, writes by indices afterwards")
+@cached_attention.alternative("joins kept and new, writes by indices afterwards")
 def joins(q, k, v, keys, values, start):
     seen = (torch.cat([old[:, :start], new], dim=1) for old, new in ((keys, k), (values, v)))
     end = start + k.shape[1]
@@ -131,7 +118,7 @@ def joins(q, k, v, keys, values, start):
     return y
 
 
-@alternative("cached-attention", "one query head after the other")
+@cached_attention.alternative("one query head after the other")
 def head_by_head(q, k, v, keys, values, start):
     seen_k, seen_v, end = written(q, k, v, keys, values, start)
     group, heads = q.shape[0] // k.shape[0], []
@@ -141,14 +128,14 @@ def head_by_head(q, k, v, keys, values, start):
     return torch.stack(heads)
 
 
-@alternative("cached-attention", "torch's fused kernel with the right mask")
+@cached_attention.alternative("torch's fused kernel with the right mask")
 def fused(q, k, v, keys, values, start):
     seen_k, seen_v, end = written(q, k, v, keys, values, start)
     mask = causal(start, end)
     return F.scaled_dot_product_attention(q[None], seen_k[None], seen_v[None], attn_mask=mask, enable_gqa=True)[0]
 
 
-@alternative("cached-attention", "query heads grouped, no key is repeated")
+@cached_attention.alternative("query heads grouped, no key is repeated")
 def grouped(q, k, v, keys, values, start):
     seen_k, seen_v, end = written(q, k, v, keys, values, start)
     rows = q.unflatten(0, (k.shape[0], -1))
@@ -159,37 +146,35 @@ def grouped(q, k, v, keys, values, start):
 
 # The loop.
 
+decode_loop = KnownAnswers("decode-loop")
 
-mistake(
-    "decode-loop",
+decode_loop.mistake(
     "the new token one place too far",
     {"arange(start, start + len(tokens))": "arange(start, start + len(tokens)) + (start > 0)"},
     expect="at position",
 )
-mistake(
-    "decode-loop",
+decode_loop.mistake(
     "the prompt's last token twice",
     {"len(tokens), answer[-1:]": "len(tokens), prompt[-1:] * (start == 0) + answer[-1:]"},
     expect="not put in again|put through the model",
 )
-mistake(
-    "decode-loop",
+decode_loop.mistake(
     "one pass more than asked for",
     {
-        "        if len(answer) == count:\n            return answer": "        if len(answer) > count:\n"
-        "            return answer[:count]"
+        "        if len(answer) == count:\n            return answer": (
+            "        if len(answer) > count:\n            return answer[:count]"
+        )
     },
     expect="one pass too many",
 )
-mistake(
-    "decode-loop",
+decode_loop.mistake(
     "forgets to hand the cache on",
     {"attention=cache)\n        answer": "attention=None if answer else cache)\n        answer"},
     expect="without attention=cache",
 )
 
 
-@mistake("decode-loop", "keeps nothing", expect="need not be computed again")
+@decode_loop.mistake("keeps nothing", expect="need not be computed again")
 def keeps_nothing(model, prompt, count, cache):
     ids = list(prompt)
     for _ in range(count):
@@ -197,7 +182,7 @@ def keeps_nothing(model, prompt, count, cache):
     return ids[len(prompt) :]
 
 
-@mistake("decode-loop", "prefill token by token", expect="prefill takes all its tokens at once")
+@decode_loop.mistake("prefill token by token", expect="prefill takes all its tokens at once")
 def token_by_token(model, prompt, count, cache):
     sequence = list(prompt)
     for place in range(len(prompt) + count - 1):
@@ -207,27 +192,20 @@ def token_by_token(model, prompt, count, cache):
     return sequence[len(prompt) :]
 
 
-mistake(
-    "decode-loop",
-    "the prompt and the answer",
-    {"return answer": "return prompt + answer"},
-    expect="leave the prompt out",
+decode_loop.mistake(
+    "the prompt and the answer", {"return answer": "return prompt + answer"}, expect="leave the prompt out"
 )
-mistake(
-    "decode-loop",
-    "the logits of the prompt's first token",
-    {"logits[0, -1]": "logits[0, 0]"},
-    expect="of the last token in the pass",
+decode_loop.mistake(
+    "the logits of the prompt's first token", {"logits[0, -1]": "logits[0, 0]"}, expect="of the last token in the pass"
 )
-mistake(
-    "decode-loop",
+decode_loop.mistake(
     "samples",
     {"int(logits[0, -1].argmax())": "int(torch.multinomial(logits[0, -1].softmax(-1), 1))"},
     expect="Take the likeliest token",
 )
 
 
-@alternative("decode-loop", "yields, and asks for the last row of logits only")
+@decode_loop.alternative("yields, and asks for the last row of logits only")
 def yields(model, prompt, count, cache):
     logits = model(torch.tensor([prompt]), torch.arange(len(prompt)), attention=cache, rows=torch.tensor([-1]))
     for place in range(len(prompt), len(prompt) + count):

@@ -8,45 +8,40 @@ from collections import Counter, deque
 import torch
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("13_paged_attention")
 
 # Slots.
 
+slot_mapping = KnownAnswers("slot-mapping")
 
-mistake(
-    "slot-mapping",
+slot_mapping.mistake(
     "positions for slots",
     {"[table[p // block_size] * block_size + p % block_size for p in positions]": "list(positions)"},
     says="These are positions. Where they lie is in the table: position p is in block table[p // block_size].",
 )
-mistake(
-    "slot-mapping",
+slot_mapping.mistake(
     "forgets where the piece begins",
     {"range(start, start + count)": "range(count)"},
     says="These are the slots of the sequence's first tokens, but this piece of it begins at position `start`.",
 )
-mistake(
-    "slot-mapping",
+slot_mapping.mistake(
     "gives blocks",
     {" * block_size + p % block_size": ""},
     says="These are blocks, not slots: the first slot of block b is b · block_size.",
 )
-mistake(
-    "slot-mapping",
+slot_mapping.mistake(
     "does not multiply by the block size",
     {"] * block_size": "]"},
     says="A place in the block was added to the block's number. Multiply the number by block_size first.",
 )
-mistake(
-    "slot-mapping",
+slot_mapping.mistake(
     "count taken for the end",
     {"start + count": "count"},
     says="The piece ends before position start + count; you stop at position `count`.",
 )
-mistake(
-    "slot-mapping",
+slot_mapping.mistake(
     "the place in the block counted from the piece's beginning",
     {"p % block_size": "(p - start) % block_size"},
     says="The place in a block is that of the position in the whole sequence, p % block_size, not of the place in the "
@@ -54,12 +49,12 @@ mistake(
 )
 
 
-@alternative("slot-mapping", "a generator")
+@slot_mapping.alternative("a generator")
 def one_after_the_other(table, start, count, block_size):
     return (table[p // block_size] * block_size + p % block_size for p in range(start, start + count))
 
 
-@alternative("slot-mapping", "all slots of the table, then a slice")
+@slot_mapping.alternative("all slots of the table, then a slice")
 def sliced(table, start, count, block_size):
     slots = torch.tensor(table)[:, None] * block_size + torch.arange(block_size)
     return slots.flatten()[start : start + count].tolist()
@@ -67,71 +62,61 @@ def sliced(table, start, count, block_size):
 
 # The pool.
 
+block_pool = KnownAnswers("block-pool")
 
-mistake(
-    "block-pool",
+block_pool.mistake(
     "a released block is free, even if others hold it",
     {"if self.references[block] == 0:\n            self.free.append(block)": "self.free.append(block)"},
     expect="tables still hold",
 )
-mistake("block-pool", "does not count sharers", {"self.references[block] += 1": "pass"}, expect="after share of block")
-mistake(
-    "block-pool",
+block_pool.mistake("does not count sharers", {"self.references[block] += 1": "pass"}, expect="after share of block")
+block_pool.mistake(
     "a block may be released twice",
     {'raise ValueError(f"block {block} is released twice")': "self.references[block] = 1"},
     expect="release a block twice",
 )
-mistake(
-    "block-pool",
+block_pool.mistake(
     "searches with a built-in",
     {"not self.free": "min(self.references)", "self.free.pop()": "self.references.index(0)"},
     expect="it searches",
 )
-mistake(
-    "block-pool",
+block_pool.mistake(
     "no word when it is empty",
     {'raise RuntimeError(f"all {len(self.references)} blocks are held")': "return None"},
     expect="allocate from a pool with no free block",
 )
-mistake(
-    "block-pool",
+block_pool.mistake(
     "looks for a released block in the list of free ones",
     {
-        "if self.references[block] == 0:\n"
-        '            raise ValueError(f"block {block} is rel': "if block in self.free:\n"
-        '            raise ValueError(f"block {block} is rel'
+        ('if self.references[block] == 0:\n            raise ValueError(f"block {block} is rel'): (
+            'if block in self.free:\n            raise ValueError(f"block {block} is rel'
+        )
     },
     expect="it searches.*all free",
 )
-mistake(
-    "block-pool",
-    "takes from the front of a list",
-    {"self.free.pop()": "self.free.pop(0)"},
-    expect="it searches.*all free",
+block_pool.mistake(
+    "takes from the front of a list", {"self.free.pop()": "self.free.pop(0)"}, expect="it searches.*all free"
 )
-mistake(
-    "block-pool",
-    "puts back at the front",
-    {"self.free.append(block)": "self.free.insert(0, block)"},
-    expect="it searches.*all free",
+block_pool.mistake(
+    "puts back at the front", {"self.free.append(block)": "self.free.insert(0, block)"}, expect="it searches.*all free"
 )
 
 
-mistake(
-    "block-pool",
+block_pool.mistake(
     "counts down before it refuses",
     {
-        "if self.references[block] == 0:\n"
-        '            raise ValueError(f"block {block} is rel': "self.references[block] -= 1\n"
-        "        if self.references[block] < 0:\n"
-        '            raise ValueError(f"block {block} is rel',
+        ('if self.references[block] == 0:\n            raise ValueError(f"block {block} is rel'): (
+            "self.references[block] -= 1\n"
+            "        if self.references[block] < 0:\n"
+            '            raise ValueError(f"block {block} is rel'
+        ),
         'twice")\n        self.references[block] -= 1\n': 'twice")\n',
     },
     expect="a refusal changes nothing",
 )
 
 
-@alternative("block-pool", "counts holders in a Counter")
+@block_pool.alternative("counts holders in a Counter")
 class Counts(right.Pool):
     def __init__(self, num_blocks):
         self.references, self.free, self.size = Counter(), set(range(num_blocks)), num_blocks
@@ -151,7 +136,7 @@ class Counts(right.Pool):
             self.free.add(block)
 
 
-@alternative("block-pool", "a queue, first freed first used")
+@block_pool.alternative("a queue, first freed first used")
 class FirstFreed(right.Pool):
     def __init__(self, num_blocks):
         self.references, self.free = [0] * num_blocks, deque(range(num_blocks))
@@ -164,7 +149,7 @@ class FirstFreed(right.Pool):
         return block
 
 
-@alternative("block-pool", "free blocks linked through an array")
+@block_pool.alternative("free blocks linked through an array")
 class Linked:
     def __init__(self, num_blocks):
         self.references = [0] * num_blocks
@@ -192,17 +177,16 @@ class Linked:
 
 # Attention over blocks.
 
+paged_attention = KnownAnswers("paged-attention")
 
-mistake(
-    "paged-attention",
+paged_attention.mistake(
     "keeps sums under an old maximum as they are",
     {"total * shrink": "total", "weighted * shrink": "weighted"},
     says="When a block raises the maximum, multiply both sums by exp(old - new) before you add to them.",
 )
 
 
-@mistake(
-    "paged-attention",
+@paged_attention.mistake(
     "averages the softmaxes of the blocks",
     says="This is the average of the blocks' own softmaxes. Keep both sums over all blocks and divide once.",
 )
@@ -213,62 +197,46 @@ def average_of_blocks(q, k_pool, v_pool, table, context):
     return torch.stack(parts).mean(0)
 
 
-mistake(
-    "paged-attention",
-    "a maximum that begins at 0",
-    {'float("-inf")': "0.0"},
-    expect="begin at -inf",
+paged_attention.mistake("a maximum that begins at 0", {'float("-inf")': "0.0"}, expect="begin at -inf")
+paged_attention.mistake(
+    "one maximum for all heads", {"scores.amax(-1, keepdim=True)": "scores.max()"}, expect="a maximum of its own"
 )
-mistake(
-    "paged-attention",
-    "one maximum for all heads",
-    {"scores.amax(-1, keepdim=True)": "scores.max()"},
-    expect="a maximum of its own",
-)
-mistake(
-    "paged-attention",
+paged_attention.mistake(
     "only the sum shrinks",
     {"weighted * shrink": "weighted"},
     says="Both sums stand under the old maximum: shrink the weighted values, too, not the sum of weights alone.",
 )
-mistake(
-    "paged-attention",
+paged_attention.mistake(
     "only the values shrink",
     {"total * shrink": "total"},
     says="Both sums stand under the old maximum: shrink the sum of weights, too, not the weighted values alone.",
 )
-mistake(
-    "paged-attention",
+paged_attention.mistake(
     "never divides",
     {"(weighted / total)": "weighted"},
     says="These are weighted values: divide by the sum of the weights at the end.",
 )
-mistake(
-    "paged-attention",
+paged_attention.mistake(
     "reads the unused slots of the last block",
     {"min(block_size, context - index * block_size)": "block_size"},
     expect="read filled slots only",
 )
-mistake(
-    "paged-attention",
+paged_attention.mistake(
     "goes through all blocks of the table",
     {"range(-(-context // block_size))": "range(len(table))"},
     expect="more blocks than",
 )
-mistake(
-    "paged-attention",
+paged_attention.mistake(
     "forgets the root of head_dim",
     {" / math.sqrt(head_dim)": ""},
     says="Every score is √head_dim times too large: divide the query by √head_dim.",
 )
-mistake(
-    "paged-attention",
+paged_attention.mistake(
     "reads block i for logical block i",
     {"k_pool[table[index]": "k_pool[index", "v_pool[table[index]": "v_pool[index"},
     expect="not finite",
 )
-mistake(
-    "paged-attention",
+paged_attention.mistake(
     "deals the query heads out to the kv heads in turn",
     {
         "q.view(kv_heads, heads // kv_heads, head_dim)": "q.view(-1, kv_heads, head_dim).transpose(0, 1)",
@@ -278,7 +246,7 @@ mistake(
 )
 
 
-@mistake("paged-attention", "puts all blocks together first", expect="Do not put the blocks together")
+@paged_attention.mistake("puts all blocks together first", expect="Do not put the blocks together")
 def gathers_all(q, k_pool, v_pool, table, context):
     keys, values = (pool[table].flatten(0, 1)[:context] for pool in (k_pool, v_pool))
     group = q.shape[0] // keys.shape[1]
@@ -287,7 +255,7 @@ def gathers_all(q, k_pool, v_pool, table, context):
     return torch.einsum("hk,khd->hd", weights, values)
 
 
-@mistake("paged-attention", "keeps all scores, block by block", expect="kept for a second pass")
+@paged_attention.mistake("keeps all scores, block by block", expect="kept for a second pass")
 def keeps_scores(q, k_pool, v_pool, table, context):
     heads, head_dim = q.shape
     _, size, kv_heads, _ = k_pool.shape
@@ -304,7 +272,7 @@ def keeps_scores(q, k_pool, v_pool, table, context):
     return (weighted / total).reshape(heads, head_dim)
 
 
-@alternative("paged-attention", "joins blocks by their log-sum-exp, from the last to the first")
+@paged_attention.alternative("joins blocks by their log-sum-exp, from the last to the first")
 def by_logsumexp(q, k_pool, v_pool, table, context):
     heads, head_dim = q.shape
     _, size, kv_heads, _ = k_pool.shape
@@ -320,7 +288,7 @@ def by_logsumexp(q, k_pool, v_pool, table, context):
     return y.reshape(heads, head_dim)
 
 
-@alternative("paged-attention", "two passes: the maximum first, head by head")
+@paged_attention.alternative("two passes: the maximum first, head by head")
 def two_passes(q, k_pool, v_pool, table, context):
     heads, head_dim = q.shape
     _, size, kv_heads, _ = k_pool.shape

@@ -2,14 +2,13 @@
 
 # ruff: noqa: F821 (tl is imported where the kernel runs)
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 from course.shared.kernels import INSTALLED
 
-known = (mistake, alternative) if INSTALLED else (lambda *_, **__: lambda function: function,) * 2
-mistake, alternative = known
+triton_kernel = KnownAnswers("triton-kernel", here=INSTALLED)
 
 
-@mistake("triton-kernel", "no mask behind the context", expect="mask the loads")
+@triton_kernel.mistake("no mask behind the context", expect="mask the loads")
 def unmasked(q, k_pool, v_pool, table, y, context, scale, GROUP, KV_HEADS, SIZE, DIM):
     head, dims, places = tl.program_id(0), tl.arange(0, DIM), tl.arange(0, SIZE)
     query = tl.load(q + head * DIM + dims) * scale
@@ -23,8 +22,7 @@ def unmasked(q, k_pool, v_pool, table, y, context, scale, GROUP, KV_HEADS, SIZE,
     tl.store(y + head * DIM + dims, weighted / total)
 
 
-@mistake(
-    "triton-kernel",
+@triton_kernel.mistake(
     "masked scores are zero",
     says="Masked keys are loaded as 0 and still get a score of 0, which has weight. Their score must be -inf.",
 )
@@ -41,8 +39,7 @@ def zero_scores(q, k_pool, v_pool, table, y, context, scale, GROUP, KV_HEADS, SI
     tl.store(y + head * DIM + dims, weighted / total)
 
 
-@mistake(
-    "triton-kernel",
+@triton_kernel.mistake(
     "kv heads in turn",
     says="Query heads meet the wrong kv heads: neighbours share one, so head h reads kv head h // GROUP.",
 )
@@ -60,7 +57,7 @@ def heads_in_turn(q, k_pool, v_pool, table, y, context, scale, GROUP, KV_HEADS, 
     tl.store(y + head * DIM + dims, weighted / total)
 
 
-@alternative("triton-kernel", "one key after the other")
+@triton_kernel.alternative("one key after the other")
 def key_by_key(q, k_pool, v_pool, table, y, context, scale, GROUP, KV_HEADS, SIZE, DIM):
     head, dims = tl.program_id(0), tl.arange(0, DIM)
     query = tl.load(q + head * DIM + dims)

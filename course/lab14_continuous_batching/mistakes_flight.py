@@ -3,22 +3,21 @@
 from collections import Counter
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 ANSWERS = answers_of("14_continuous_batching")
 
 
 # Latencies
 
+latencies_from_a_flight = KnownAnswers("latencies-from-a-flight")
 
-mistake(
-    "latencies-from-a-flight",
+latencies_from_a_flight.mistake(
     "every-batch-is-a-token",
     {"first + tokens == held[name]": "True"},
     says="A piece of a prompt gives no token: only a step that computes a sequence's last token gives it one more.",
 )
-mistake(
-    "latencies-from-a-flight",
+latencies_from_a_flight.mistake(
     "wait-left-out",
     {
         "held, times = dict(prompts)": "arrived, held, times = {}, dict(prompts)",
@@ -26,56 +25,47 @@ mistake(
     },
     says="You count from the first step that a request is in. The wait in the queue before it belongs to TTFT.",
 )
-mistake(
-    "latencies-from-a-flight",
-    "divided-by-all-tokens",
-    {"len(gaps)": "len(at)"},
-    says="n tokens have n - 1 gaps between them.",
+latencies_from_a_flight.mistake(
+    "divided-by-all-tokens", {"len(gaps)": "len(at)"}, says="n tokens have n - 1 gaps between them."
 )
-mistake(
-    "latencies-from-a-flight",
+latencies_from_a_flight.mistake(
     "end-to-end-per-token",
     {"sum(gaps) / len(gaps)": "(at[-1] - arrived[name]) / len(at)"},
     says="Your TPOT contains the time to the first token.",
 )
-mistake(
-    "latencies-from-a-flight",
+latencies_from_a_flight.mistake(
     "token-when-the-step-starts",
     {" + each.seconds": ""},
     says="You time a token when its step starts; it is there when the step is over.",
 )
-mistake(
-    "latencies-from-a-flight",
+latencies_from_a_flight.mistake(
     "computed-again-counts-again",
     {"== held[name]": ">= prompts[name]"},
     says="Tokens that are computed again after a preemption are not new: compare with what the sequence has by then.",
 )
-mistake(
-    "latencies-from-a-flight",
+latencies_from_a_flight.mistake(
     "every-batch-behind-the-prompt",
     {"first + tokens == held[name]": "first >= prompts[name] - 1 or first + tokens == prompts[name]"},
     says="After a preemption the answer so far is computed again in pieces; only the last gives a new token.",
 )
-mistake(
-    "latencies-from-a-flight",
+latencies_from_a_flight.mistake(
     "in-milliseconds",
     {"found[name] = (at": "found[name] = tuple(1e3 * each for each in (at", "max(gaps))": "max(gaps)))"},
     says="Seconds are asked for, not milliseconds.",
 )
-alternative(
-    "latencies-from-a-flight",
-    "by-the-position-computed",
-    {"first + tokens == held[name]": "first + tokens - prompts[name] == len(times[name])"},
+latencies_from_a_flight.alternative(
+    "by-the-position-computed", {"first + tokens == held[name]": "first + tokens - prompts[name] == len(times[name])"}
 )
 
 
 # Diagnosis
 
+diagnose_a_flight = KnownAnswers("diagnose-a-flight")
 
-mistake("diagnose-a-flight", "all-is-well", expect="you say 'healthy', it is")(lambda records, prompts: "healthy")
+diagnose_a_flight.mistake("all-is-well", expect="you say 'healthy', it is")(lambda records, prompts: "healthy")
 
 
-@mistake("diagnose-a-flight", "preempted-twice-is-a-place-lost", expect="place in the queue lost")
+@diagnose_a_flight.mistake("preempted-twice-is-a-place-lost", expect="place in the queue lost")
 def preempted_twice(records, prompts):
     found = ANSWERS.diagnose(records, prompts)
     times = Counter(name for each in records for name in each.preempted)
@@ -84,7 +74,7 @@ def preempted_twice(records, prompts):
     return found
 
 
-@mistake("diagnose-a-flight", "many-preemptions-are-a-livelock", expect="it is 'livelock'|you say 'livelock'")
+@diagnose_a_flight.mistake("many-preemptions-are-a-livelock", expect="it is 'livelock'|you say 'livelock'")
 def many_preemptions(records, prompts):
     found = ANSWERS.diagnose(records, prompts)
     if sum(len(each.preempted) for each in records) >= 3 and found in ("healthy", "place in the queue lost"):
@@ -92,7 +82,7 @@ def many_preemptions(records, prompts):
     return found
 
 
-@mistake("diagnose-a-flight", "one-preempted-again-and-again-is-a-livelock", expect="livelock")
+@diagnose_a_flight.mistake("one-preempted-again-and-again-is-a-livelock", expect="livelock")
 def one_preempted_often(records, prompts):
     times = Counter(name for each in records for name in each.preempted)
     found = ANSWERS.diagnose(records, prompts)
@@ -101,27 +91,25 @@ def one_preempted_often(records, prompts):
     return found
 
 
-mistake(
-    "diagnose-a-flight",
+diagnose_a_flight.mistake(
     "one-missing-is-a-stall",
     {"decoding and not decoding & {name": "decoding - {name"},
     expect="you say 'phases never mixed'",
 )
-mistake(
-    "diagnose-a-flight",
+diagnose_a_flight.mistake(
     "never-follows-the-tokens",
     {'return "tokens that do not exist"': 'return "healthy"'},
     expect="it is 'tokens that do not exist'",
 )
 
 
-@mistake("diagnose-a-flight", "whatever-has-not-ended-is-a-livelock", expect="is no fault")
+@diagnose_a_flight.mistake("whatever-has-not-ended-is-a-livelock", expect="is no fault")
 def not_ended(records, prompts):
     found = ANSWERS.diagnose(records, prompts)
     return "livelock" if sum(len(each.ended) for each in records) < len(prompts) else found
 
 
-@alternative("diagnose-a-flight", "one-question-after-the-other")
+@diagnose_a_flight.alternative("one-question-after-the-other")
 def questions(records, prompts):
     def each_token():
         held = dict(prompts)

@@ -3,64 +3,58 @@
 import torch
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("16_quantization")
 
 # Keys and values.
 
+int8_kv = KnownAnswers("int8-kv")
 
-mistake(
-    "int8-kv",
+int8_kv.mistake(
     "one scale for all",
     {"keys.abs().amax(-1) / 255": "keys.abs().max().expand(keys.shape[:2]) / 255"},
     says="One scale serves all tokens: the next token would change the codes of those before it.",
 )
-mistake(
-    "int8-kv",
+int8_kv.mistake(
     "one scale for each head",
     {"keys.abs().amax(-1) / 255": "keys.abs().amax((0, 2)).expand(keys.shape[:2]) / 255"},
     says="A head's scale is shared by all tokens: it would have to be known before the last token comes.",
 )
-mistake(
-    "int8-kv",
+int8_kv.mistake(
     "one scale for each token",
     {"keys.abs().amax(-1) / 255": "keys.abs().amax((1, 2))[:, None].expand(keys.shape[:2]) / 255"},
     says="All heads of a token share a scale: the loudest head coarsens the others.",
 )
-mistake(
-    "int8-kv",
+int8_kv.mistake(
     "half the range",
     {"2 * keys.abs()": "keys.abs()"},
     says="255 steps span from -m to m, which is 2m: with m / 255 the large keys are cut off.",
 )
-mistake("int8-kv", "max / 127", {"2 * keys.abs().amax(-1) / 255": "keys.abs().amax(-1) / 127"},
+int8_kv.mistake("max / 127", {"2 * keys.abs().amax(-1) / 255": "keys.abs().amax(-1) / 127"},
         says="m / 127 never uses code -128: 255 steps span from -m to m.")  # fmt: skip
-mistake(
-    "int8-kv",
+int8_kv.mistake(
     "largest, not largest in size",
     {"keys.abs().amax(-1)": "keys.amax(-1)"},
     says="The largest key is not the largest in size: negative ones count, too.",
 )
-mistake(
-    "int8-kv",
+int8_kv.mistake(
     "cut instead of rounded",
     {"torch.round(keys / scale[..., None])": "torch.trunc(keys / scale[..., None])"},
     says="Codes were cut towards zero instead of rounded.",
 )
-mistake(
-    "int8-kv",
+int8_kv.mistake(
     "wraps around",
     {".clamp(-128, 127)": "", "return codes.to(torch.int8), scale": "return (codes.int() % 128).to(torch.int8), scale"},
     says="Codes outside the range came back at its other end: cut them to -128 .. 127 before the cast.",
 )
-mistake("int8-kv", "0 / 0 in a row of zeros", {"scale = torch.where(scale == 0, 1, scale)": ""}, expect="it is 1.0")
-mistake("int8-kv", "codes as floats", {"codes.to(torch.int8)": "codes"}, expect="int8 \\[tokens")
-mistake("int8-kv", "scale with its dimension kept", {".to(torch.int8), scale": ".to(torch.int8), scale[..., None]"},
+int8_kv.mistake("0 / 0 in a row of zeros", {"scale = torch.where(scale == 0, 1, scale)": ""}, expect="it is 1.0")
+int8_kv.mistake("codes as floats", {"codes.to(torch.int8)": "codes"}, expect="int8 \\[tokens")
+int8_kv.mistake("scale with its dimension kept", {".to(torch.int8), scale": ".to(torch.int8), scale[..., None]"},
         expect="float32 \\[tokens, heads\\]")  # fmt: skip
 
 
-@alternative("int8-kv", "token by token")
+@int8_kv.alternative("token by token")
 def token_by_token(keys):
     rows = keys.reshape(-1, keys.shape[-1])
     scales = torch.tensor([float(row.abs().max()) * 2 / 255 or 1.0 for row in rows])
@@ -70,7 +64,7 @@ def token_by_token(keys):
     return codes.view(keys.shape), scales.view(keys.shape[:2])
 
 
-@alternative("int8-kv", "largest of both signs")
+@int8_kv.alternative("largest of both signs")
 def of_both_signs(keys):
     size = torch.maximum(keys.amax(2), -keys.amin(2))
     scale = torch.where(size > 0, size / 127.5, torch.ones_like(size))
@@ -87,7 +81,7 @@ def _orders(name, steps, scale_of=lambda size: 2 * size / 255, rounded=torch.rou
         codes = rounded(steps(keys, torch.where(size > 0, size, 127.5)[..., None], scale[..., None]))
         return codes.clamp(-128, 127).to(torch.int8), scale
 
-    alternative("int8-kv", name)(quantize)
+    int8_kv.alternative(name)(quantize)
 
 
 _orders("times 127.5 / m", lambda keys, size, scale: keys * (127.5 / size))
@@ -99,51 +93,46 @@ _orders("rounded by floor", lambda keys, size, scale: keys / scale, rounded=lamb
 
 # Two of four.
 
+two_of_four = KnownAnswers("two-of-four")
 
-mistake(
-    "two-of-four",
+two_of_four.mistake(
     "in order of size",
     {".indices.sort(dim=-1).values": ".indices"},
     says="The two are in order of size; the exercise wants them in the order of their places.",
 )
-mistake(
-    "two-of-four",
+two_of_four.mistake(
     "the largest with their signs",
     {"fours.abs().topk": "fours.topk"},
     says="A large negative weight matters as much as a large positive one: compare sizes.",
 )
-mistake(
-    "two-of-four",
+two_of_four.mistake(
     "the two smallest",
     {"topk(2, dim=-1)": "topk(2, dim=-1, largest=False)"},
     says="These are the two smallest: they are the ones that go.",
 )
-mistake(
-    "two-of-four",
+two_of_four.mistake(
     "always the first two",
     {"fours.abs().topk(2, dim=-1).indices": "torch.arange(2).expand(*fours.shape[:2], 2)"},
     says="The places do not depend on the weights.",
 )
-mistake(
-    "two-of-four",
+two_of_four.mistake(
     "fours along the outputs of a flat matrix",
     {"weight.unflatten(1, (-1, 4))": "weight.flatten().view(4, len(weight), -1).permute(1, 2, 0)"},
     says="A four is four inputs in a row; here its weights are apart from each other.",
 )
-mistake(
-    "two-of-four",
+two_of_four.mistake(
     "sizes instead of weights",
     {"fours.gather(-1, places)": "fours.abs().gather(-1, places)"},
     says="The values lost their signs.",
 )
-mistake("two-of-four", "all four kept", {"topk(2, dim=-1)": "topk(4, dim=-1)"}, expect="in / 2")
-mistake("two-of-four", "places in the whole row", 
+two_of_four.mistake("all four kept", {"topk(2, dim=-1)": "topk(4, dim=-1)"}, expect="in / 2")
+two_of_four.mistake("places in the whole row", 
         {"places.flatten(1)": "(places + 4 * torch.arange(fours.shape[1])[:, None]).flatten(1)"},
         expect="more than two bits")  # fmt: skip
-mistake("two-of-four", "places as long integers", {".to(torch.uint8)": ""}, expect="places, uint8")
+two_of_four.mistake("places as long integers", {".to(torch.uint8)": ""}, expect="places, uint8")
 
 
-@alternative("two-of-four", "by a mask")
+@two_of_four.alternative("by a mask")
 def by_mask(weight):
     fours = weight.unflatten(1, (-1, 4))
     order = fours.abs().argsort(-1)
@@ -152,7 +141,7 @@ def by_mask(weight):
     return weight[mask.flatten(1)].view(len(weight), -1), places.to(torch.uint8)
 
 
-@alternative("two-of-four", "four by four")
+@two_of_four.alternative("four by four")
 def four_by_four(weight):
     values, places = [], []
     for four in weight.reshape(-1, 4).tolist():
@@ -165,62 +154,53 @@ def four_by_four(weight):
 
 # Low rank.
 
+low_rank = KnownAnswers("low-rank")
 
-mistake(
-    "low-rank",
+low_rank.mistake(
     "sum of singular values",
     {"values.square().flip(0)": "values.flip(0)", "error**2 *": "error *"},
     says="The singular values themselves were added up; the error is the root of the sum of their squares.",
 )
-mistake(
-    "low-rank",
+low_rank.mistake(
     "error not squared",
     {"error**2 * left_out[0]": "error * left_out[0]"},
     says="Squares were compared with error · ‖W‖² instead of error² · ‖W‖².",
 )
-mistake(
-    "low-rank",
-    "one rank too many",
-    {"left_out[0]).sum())": "left_out[0]).sum()) + 1"},
-    says="One rank more than is needed.",
+low_rank.mistake(
+    "one rank too many", {"left_out[0]).sum())": "left_out[0]).sum()) + 1"}, says="One rank more than is needed."
 )
-mistake(
-    "low-rank",
+low_rank.mistake(
     "one rank too few",
     {"left_out[0]).sum())": "left_out[0]).sum()) - 1"},
     says="One rank too few: what is left out of rank r begins with singular value number r, counted from 0.",
 )
-mistake(
-    "low-rank",
+low_rank.mistake(
     "each value against the largest",
     {"(left_out > error**2 * left_out[0])": "(values > error * values[0])"},
     says="Singular values were compared with the largest one; what counts is the sum of those left out.",
 )
-mistake(
-    "low-rank",
+low_rank.mistake(
     "share that is kept",
     {"left_out > error**2 * left_out[0]": "left_out > (1 - error**2) * left_out[0]"},
     says="error is what may be lost, not what must be kept.",
 )
-mistake(
-    "low-rank",
+low_rank.mistake(
     "without the singular values",
     {"u[:, :rank] * values[:rank]": "u[:, :rank]"},
     says="The singular values are missing from the product: A B has only directions.",
 )
-mistake(
-    "low-rank",
+low_rank.mistake(
     "the smallest ones",
     {"u[:, :rank] * values[:rank], v[:rank]":
      "u[:, u.shape[1] - rank :] * values[len(values) - rank :], v[len(values) - rank :]"},
     says="These are the directions of the smallest singular values.",
 )  # fmt: skip
-mistake("low-rank", "the product", {"u[:, :rank] * values[:rank], v[:rank]": "u[:, :rank] * values[:rank] @ v[:rank]"},
+low_rank.mistake("the product", {"u[:, :rank] * values[:rank], v[:rank]": "u[:, :rank] * values[:rank] @ v[:rank]"},
         expect="two matrices")  # fmt: skip
-mistake("low-rank", "V not transposed", {", v[:rank]": ", v[:rank].T"}, expect="two matrices")
+low_rank.mistake("V not transposed", {", v[:rank]": ", v[:rank].T"}, expect="two matrices")
 
 
-@alternative("low-rank", "rank by rank until it is good enough")
+@low_rank.alternative("rank by rank until it is good enough")
 def rank_by_rank(weight, error):
     u, values, v = torch.linalg.svd(weight)
     for rank in range(len(values) + 1):
@@ -229,7 +209,7 @@ def rank_by_rank(weight, error):
             return left, right_
 
 
-@alternative("low-rank", "eigenvectors of W Wᵀ")
+@low_rank.alternative("eigenvectors of W Wᵀ")
 def eigenvectors(weight, error):
     values, vectors = torch.linalg.eigh(weight @ weight.T)
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
@@ -240,34 +220,31 @@ def eigenvectors(weight, error):
 
 # What went wrong.
 
+what_went_wrong = KnownAnswers("what-went-wrong")
 
-mistake(
-    "what-went-wrong",
+what_went_wrong.mistake(
     "looks at the matrix only",
-    {"max(len(values.unique()) for values in groups.flatten(0, 1)) > 16": "len(rounded.unique()) > 16 * len(rounded)"},
+    {
+        "max(len(values.unique()) for values in groups.flatten(0, 1)) > 16": (
+            "len(rounded.unique()) > 16 * len(rounded)"
+        )
+    },
     expect="program",
 )
-mistake(
-    "what-went-wrong",
-    "the whole matrix has more values",
-    {"<= 16:": "<= 1:"},
-    expect="program A",
-)
-mistake(
-    "what-went-wrong",
+what_went_wrong.mistake("the whole matrix has more values", {"<= 16:": "<= 1:"}, expect="program A")
+what_went_wrong.mistake(
     "a step is the largest error",
     {"shifted = error.mean(-1).abs() > error.std(-1)": "shifted = error.abs().amax(-1) > 1e-3"},
     expect="program [BDF]",
 )
-mistake(
-    "what-went-wrong",
+what_went_wrong.mistake(
     "one shifted group is enough, however small the shift",
     {"error.mean(-1).abs() > error.std(-1)": "error.mean(-1).abs() > 0.02 * error.std(-1)"},
     expect="it is 'right'",
 )
 
 
-@mistake("what-went-wrong", "judges by the size of the error", expect="program [A-F]")
+@what_went_wrong.mistake("judges by the size of the error", expect="program [A-F]")
 def by_size(weight, rounded, group):
     error = float((rounded - weight).square().mean() / weight.square().mean())
     if error > 0.3:
@@ -275,26 +252,26 @@ def by_size(weight, rounded, group):
     return "right" if error < 0.02 else "zero point off by one"
 
 
-@mistake("what-went-wrong", "groups along the outputs never named", expect="program C")
+@what_went_wrong.mistake("groups along the outputs never named", expect="program C")
 def two_of_three(weight, rounded, group):
     found = right.verdict(weight, rounded, group)
     return "right" if found == "groups along the outputs" else found
 
 
-@mistake("what-went-wrong", "calls every outlier a bug", expect="program B")
+@what_went_wrong.mistake("calls every outlier a bug", expect="program B")
 def no_outliers(weight, rounded, group):
     if weight.abs().max() > 20 * weight.abs().median():
         return "one scale for the tensor"
     return right.verdict(weight, rounded, group)
 
 
-@mistake("what-went-wrong", "says nothing when all is well", expect="must be one of")
+@what_went_wrong.mistake("says nothing when all is well", expect="must be one of")
 def silent(weight, rounded, group):
     found = right.verdict(weight, rounded, group)
     return None if found == "right" else found
 
 
-@alternative("what-went-wrong", "rounds again and compares")
+@what_went_wrong.alternative("rounds again and compares")
 def by_rounding_again(weight, rounded, group):
     def most(matrix):
         return max(len(values.unique()) for row in matrix for values in row.split(group))
@@ -307,7 +284,7 @@ def by_rounding_again(weight, rounded, group):
     return "zero point off by one" if ((below < 0.15) | (below > 0.85)).float().mean() > 0.5 else "right"
 
 
-@alternative("what-went-wrong", "the medians of errors")
+@what_went_wrong.alternative("the medians of errors")
 def by_medians(weight, rounded, group):
     if rounded.unique().numel() <= 16:
         return "one scale for the tensor"

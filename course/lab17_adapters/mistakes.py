@@ -4,25 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 # The layer.
 
+lora_layer = KnownAnswers("lora-layer")
 
-mistake(
-    "lora-layer",
+lora_layer.mistake(
     "B random as well",
     {"base.weight.new_zeros(outputs, rank)": "torch.randn(outputs, rank).to(base.weight)"},
     expect="Training has to begin at the base",
 )  # fmt: skip
-mistake(
-    "lora-layer",
-    "A zero as well",
-    {"uniform_(-1, 1) / inputs**0.5": "zero_()"},
-    expect="so neither ever learns",
-)
-mistake(
-    "lora-layer",
+lora_layer.mistake("A zero as well", {"uniform_(-1, 1) / inputs**0.5": "zero_()"}, expect="so neither ever learns")
+lora_layer.mistake(
     "A zero, B random",
     {
         "uniform_(-1, 1) / inputs**0.5": "zero_()",
@@ -30,56 +24,39 @@ mistake(
     },
     expect="A is zero",
 )
-mistake(
-    "lora-layer",
+lora_layer.mistake(
     "A from the standard normal distribution",
     {"uniform_(-1, 1) / inputs**0.5": "normal_()"},
     expect="uniform within 1 / √in",
 )
-mistake(
-    "lora-layer",
+lora_layer.mistake(
     "no scale",
     {"self.scale * ((x @ self.A.T) @ self.B.T)": "(x @ self.A.T) @ self.B.T"},
     says="The update is not scaled: multiply it by alpha / rank.",
 )
-mistake(
-    "lora-layer",
+lora_layer.mistake(
     "alpha without the rank",
     {"self.scale = alpha / rank": "self.scale = alpha"},
     says="The update is scaled by alpha: divided by the rank, it keeps its size when the rank grows.",
 )
-mistake(
-    "lora-layer",
+lora_layer.mistake(
     "the rank over alpha",
     {"self.scale = alpha / rank": "self.scale = rank / alpha"},
     says="The update is scaled by rank / alpha, the inverse of what is asked for.",
 )
-mistake(
-    "lora-layer",
+lora_layer.mistake(
     "rsLoRA's scale",
     {"self.scale = alpha / rank": "self.scale = alpha / rank**0.5"},
     says="alpha / √rank is rsLoRA's scale; this exercise asks for alpha / rank.",
 )
-mistake(
-    "lora-layer",
-    "the base learns, too",
-    {"base.requires_grad_(False)": "base"},
-    expect="freeze the base",
+lora_layer.mistake("the base learns, too", {"base.requires_grad_(False)": "base"}, expect="freeze the base")
+lora_layer.mistake(
+    "B A as a whole matrix", {"(x @ self.A.T) @ self.B.T": "x @ (self.B @ self.A).T"}, expect="apply A first, then B"
 )
-mistake(
-    "lora-layer",
-    "B A as a whole matrix",
-    {"(x @ self.A.T) @ self.B.T": "x @ (self.B @ self.A).T"},
-    expect="apply A first, then B",
+lora_layer.mistake(
+    "A is no parameter", {"self.A = torch.nn.Parameter(start)": "self.A = start"}, expect="self.A is no nn.Parameter"
 )
-mistake(
-    "lora-layer",
-    "A is no parameter",
-    {"self.A = torch.nn.Parameter(start)": "self.A = start"},
-    expect="self.A is no nn.Parameter",
-)
-mistake(
-    "lora-layer",
+lora_layer.mistake(
     "always float32",
     {
         "base.weight.new_empty(rank, inputs)": "base.weight.new_empty(rank, inputs, dtype=torch.float32)",
@@ -87,32 +64,23 @@ mistake(
     },
     expect="use the base's",
 )
-mistake(
-    "lora-layer",
+lora_layer.mistake(
     "three dimensions and no other",
     {"(x @ self.A.T) @ self.B.T": "torch.einsum('btr,or->bto', torch.einsum('bti,ri->btr', x, self.A), self.B)"},
     expect="any number of dimensions",
 )
-mistake(
-    "lora-layer",
+lora_layer.mistake(
     "always computed in float32",
     {"(x @ self.A.T) @ self.B.T": "(x.float() @ self.A.float().T) @ self.B.float().T"},
     expect="has fewer digits than torch.float64",
 )
-mistake(
-    "lora-layer",
+lora_layer.mistake(
     "an output in float64",
     {"self.scale * ((x @ self.A.T) @ self.B.T)": "self.scale * ((x @ self.A.T) @ self.B.T).double()"},
     expect="as x and the layer are",
 )
-mistake(
-    "lora-layer",
-    "the bound of the outputs",
-    {"inputs**0.5": "outputs**0.5"},
-    expect="uniform within 1 / √in",
-)
-mistake(
-    "lora-layer",
+lora_layer.mistake("the bound of the outputs", {"inputs**0.5": "outputs**0.5"}, expect="uniform within 1 / √in")
+lora_layer.mistake(
     "A and B in the other orientation",
     {
         "base.weight.new_empty(rank, inputs)": "base.weight.new_empty(inputs, rank)",
@@ -120,14 +88,12 @@ mistake(
     },
     expect="A is .*the exercise asks for a tensor",
 )
-mistake(
-    "lora-layer",
+lora_layer.mistake(
     "the update beside the output is detached",
     {"self.scale * ((x @ self.A.T) @ self.B.T)": "self.scale * ((x.detach() @ self.A.T) @ self.B.T)"},
     expect="the gradient of x",
 )
-mistake(
-    "lora-layer",
+lora_layer.mistake(
     "a copy of the base",
     {"self.base = base.requires_grad_(False)":
      "self.base = torch.nn.Linear(base.in_features, base.out_features, base.bias is not None,\n"
@@ -138,7 +104,7 @@ mistake(
 )  # fmt: skip
 
 
-@alternative("lora-layer", "peft's initialisation, F.linear")
+@lora_layer.alternative("peft's initialisation, F.linear")
 class ByLinear(nn.Module):
     def __init__(self, base, rank, alpha):
         super().__init__()
@@ -155,8 +121,7 @@ class ByLinear(nn.Module):
         return self.base(x) + F.linear(low, self.B)
 
 
-alternative(
-    "lora-layer",
+lora_layer.alternative(
     "the base's parameters without the base",
     {
         "self.base = base.requires_grad_(False)": "self.W, self.b = base.requires_grad_(False).weight, base.bias",
@@ -167,27 +132,24 @@ alternative(
 
 # Merging.
 
+merge = KnownAnswers("merge")
 
-mistake(
-    "merge",
+merge.mistake(
     "alpha / r forgotten",
     {"alpha / len(A) * (B.float() @ A.float())": "B.float() @ A.float()"},
     says="The update is added without alpha / r, with which the layer was trained.",
 )
-mistake(
-    "merge",
+merge.mistake(
     "alpha without the rank",
     {"alpha / len(A) * (B.float() @ A.float())": "alpha * (B.float() @ A.float())"},
     says="The update is multiplied by alpha and not by alpha / r.",
 )
-mistake(
-    "merge",
+merge.mistake(
     "divided by the outputs",
     {"alpha / len(A)": "alpha / len(B)"},
     says="B's first dimension is the outputs; the rank is A's first dimension, or B's second.",
 )
-mistake(
-    "merge",
+merge.mistake(
     "everything in 16 bits",
     {
         "alpha / len(A) * (B.float() @ A.float())": "alpha / len(A) * (B @ A)",
@@ -195,32 +157,23 @@ mistake(
     },
     says="Product and sum were rounded to 16 bits each: add in float32, and round once.",
 )
-mistake(
-    "merge",
+merge.mistake(
     "the product in 16 bits",
     {"alpha / len(A) * (B.float() @ A.float())": "alpha / len(A) * (B @ A).float()"},
     expect="not the nearest to the exact sum",
 )
-mistake(
-    "merge",
-    "in float32",
-    {"(weight + update).to(weight.dtype)": "weight + update"},
-    expect="as W is",
-)
-mistake(
-    "merge",
+merge.mistake("in float32", {"(weight + update).to(weight.dtype)": "weight + update"}, expect="as W is")
+merge.mistake(
     "bfloat16 for all 16 bits",
     {"to(weight.dtype)": "to(torch.bfloat16 if weight.itemsize == 2 else weight.dtype)"},
     expect="as W is",
 )
-mistake(
-    "merge",
+merge.mistake(
     "in place",
     {"return (weight + update).to(weight.dtype)": "return weight.copy_(weight + update)"},
     expect="changed its input `weight`",
 )
-mistake(
-    "merge",
+merge.mistake(
     "taken out without a minus",
     {"return merged(weight, A, -B, alpha)": "return merged(weight, A, B, alpha)"},
     says="Unmerged adds the update once more: it has to be taken out.",
@@ -236,4 +189,4 @@ def _take(weight, A, B, alpha):
     return torch.addmm(weight.double(), B.double(), A.double(), alpha=-alpha / B.shape[1]).to(weight.dtype)
 
 
-alternative("merge", "torch.addmm, and float64")((_add, _take))
+merge.alternative("torch.addmm, and float64")((_add, _take))

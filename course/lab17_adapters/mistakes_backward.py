@@ -2,13 +2,13 @@
 
 import torch
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 # Through codes.
 
+nf4_backward = KnownAnswers("nf4-backward")
 
-mistake(
-    "nf4-backward",
+nf4_backward.mistake(
     "the decoded weight is kept",
     {
         "ctx.codes = codes": "ctx.weight = codes.weight()",
@@ -17,8 +17,7 @@ mistake(
     },
     expect="a decoded weight",
 )
-mistake(
-    "nf4-backward",
+nf4_backward.mistake(
     "saved for backward",
     {
         "ctx.codes = codes": "weight = codes.weight()\n        ctx.save_for_backward(weight)",
@@ -27,8 +26,7 @@ mistake(
     },
     expect="a decoded weight",
 )
-mistake(
-    "nf4-backward",
+nf4_backward.mistake(
     "a copy in 16 bits is kept",
     {
         "ctx.codes = codes": "ctx.codes, ctx.half = codes, codes.weight().bfloat16()",
@@ -36,20 +34,17 @@ mistake(
     },
     expect="floats are kept",
 )
-mistake(
-    "nf4-backward",
+nf4_backward.mistake(
     "the input is kept",
     {"ctx.codes = codes": "ctx.codes = codes\n        ctx.save_for_backward(x)"},
     expect="and this one is frozen",
 )
-mistake(
-    "nf4-backward",
+nf4_backward.mistake(
     "the input is kept by a function",
     {"ctx.codes = codes": "ctx.codes = codes\n        ctx.input = lambda: x"},
     expect="and this one is frozen",
 )
-mistake(
-    "nf4-backward",
+nf4_backward.mistake(
     "a transposed weight is kept in a dict",
     {
         "ctx.codes = codes": "ctx.kept = {'w': codes.weight().T.contiguous()}",
@@ -58,20 +53,15 @@ mistake(
     },
     expect="a decoded weight",
 )
-mistake(
-    "nf4-backward",
+nf4_backward.mistake(
     "the weight the other way round in backward",
     {"return dy @ ctx.codes.weight(), None": "return dy @ ctx.codes.weight().flip(0), None"},
     says="The gradient met the weight's rows in another order.",
 )
-mistake(
-    "nf4-backward",
-    "no gradient for x",
-    {"return dy @ ctx.codes.weight(), None": "return None, None"},
-    expect="x has no gradient",
+nf4_backward.mistake(
+    "no gradient for x", {"return dy @ ctx.codes.weight(), None": "return None, None"}, expect="x has no gradient"
 )
-mistake(
-    "nf4-backward",
+nf4_backward.mistake(
     "decoded twice in backward",
     {"return dy @ ctx.codes.weight(), None":
      "weight = ctx.codes.weight()\n        return dy @ (weight + ctx.codes.weight()) / 2, None"},
@@ -79,7 +69,7 @@ mistake(
 )  # fmt: skip
 
 
-@alternative("nf4-backward", "the transposed weight, out of a closure")
+@nf4_backward.alternative("the transposed weight, out of a closure")
 class Decoding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, codes):
@@ -96,38 +86,24 @@ class Decoding(torch.autograd.Function):
 COLUMN, ROW = "return group.all_reduce(grad_A.clone()), grad_B", "return grad_A, group.all_reduce(grad_B.clone())"
 BOTH = "return group.all_reduce(grad_A.clone()), group.all_reduce(grad_B.clone())"
 
-mistake(
-    "adapter-gradients",
-    "both added up",
-    {
-        COLUMN: BOTH,
-        ROW: BOTH,
-    },
-    expect="mixed with other ranks' gradients",
-)
-mistake(
-    "adapter-gradients",
+
+adapter_gradients = KnownAnswers("adapter-gradients")
+
+adapter_gradients.mistake("both added up", {COLUMN: BOTH, ROW: BOTH}, expect="mixed with other ranks' gradients")
+adapter_gradients.mistake(
     "nothing added up",
-    {
-        COLUMN: "return grad_A, grad_B",
-        ROW: "return grad_A, grad_B",
-    },
+    {COLUMN: "return grad_A, grad_B", ROW: "return grad_A, grad_B"},
     expect="this rank's share alone",
 )
-mistake(
-    "adapter-gradients",
-    "the two kinds exchanged",
-    {'if kind == "column":': 'if kind == "row":'},
-    expect="gradient of A is wrong",
+adapter_gradients.mistake(
+    "the two kinds exchanged", {'if kind == "column":': 'if kind == "row":'}, expect="gradient of A is wrong"
 )
-mistake(
-    "adapter-gradients",
+adapter_gradients.mistake(
     "always A",
     {ROW: "return group.all_reduce(grad_A.clone()), grad_B"},
     expect="row layer, rank . of .: the gradient of A is wrong",
 )
-mistake(
-    "adapter-gradients",
+adapter_gradients.mistake(
     "the mean",
     {
         COLUMN: "return group.all_reduce(grad_A.clone()) / group.world_size, grad_B",
@@ -135,20 +111,15 @@ mistake(
     },
     expect="it is the mean over ranks",
 )
-mistake(
-    "adapter-gradients",
-    "in place",
-    {"group.all_reduce(grad_A.clone())": "group.all_reduce(grad_A)"},
-    expect="changed its input `grad_A`",
+adapter_gradients.mistake(
+    "in place", {"group.all_reduce(grad_A.clone())": "group.all_reduce(grad_A)"}, expect="changed its input `grad_A`"
 )
-mistake(
-    "adapter-gradients",
+adapter_gradients.mistake(
     "added up twice",
     {COLUMN: "return group.all_reduce(group.all_reduce(grad_A.clone())), grad_B"},
     expect="gradient of A is wrong",
 )
-mistake(
-    "adapter-gradients",
+adapter_gradients.mistake(
     "all gathered, then summed",
     {COLUMN:
      "shares = group.all_gather(grad_A.clone()).unflatten(0, (group.world_size, -1))\n"
@@ -157,7 +128,7 @@ mistake(
 )  # fmt: skip
 
 
-@alternative("adapter-gradients", "reduce-scatter and all-gather")
+@adapter_gradients.alternative("reduce-scatter and all-gather")
 def by_halves(kind, grad_A, grad_B, group):
     shared, own = (grad_A, grad_B) if kind == "column" else (grad_B, grad_A)
     if group.world_size == 1:

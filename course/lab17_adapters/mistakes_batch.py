@@ -5,53 +5,44 @@ import hashlib
 import torch
 
 from course.kit.answers import answers_of
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 right = answers_of("17_adapters")
 
 # One batch.
 
+grouped_adapters = KnownAnswers("grouped-adapters")
 
-mistake(
-    "grouped-adapters",
-    "none is the last adapter",
-    {"if number >= 0:": "if True:"},
-    expect="number -1, no adapter",
-)
-mistake(
-    "grouped-adapters",
+grouped_adapters.mistake("none is the last adapter", {"if number >= 0:": "if True:"}, expect="number -1, no adapter")
+grouped_adapters.mistake(
     "sorted rows are not put back",
     {"return y\n": "return y[order]\n"},
     expect="have to go back to where they came from",
 )
-mistake(
-    "grouped-adapters",
+grouped_adapters.mistake(
     "no scale",
     {"y[rows] += scale * ((x[rows] @ A.T) @ B.T)": "y[rows] += (x[rows] @ A.T) @ B.T"},
     says="The adapters' scales are missing.",
 )
-mistake(
-    "grouped-adapters",
+grouped_adapters.mistake(
     "numbers of groups instead of adapters",
     {"for number, rows in zip(numbers.tolist(), order": "for number, rows in zip(range(len(numbers)), order"},
     says="Groups were numbered in their order; which adapter a group has is what `which` says.",
 )
-mistake(
-    "grouped-adapters",
+grouped_adapters.mistake(
     "the last group is lost",
     {"zip(numbers.tolist(), order.split(counts.tolist()), strict=True)":
      "list(zip(numbers.tolist(), order.split(counts.tolist()), strict=True))[:-1]"},
     expect="the base's, without adapter",
 )  # fmt: skip
-mistake(
-    "grouped-adapters",
+grouped_adapters.mistake(
     "the update in place of the base's output",
     {"y[rows] += scale * ((x[rows] @ A.T) @ B.T)": "y[rows] = scale * ((x[rows] @ A.T) @ B.T)"},
     says="The base's output was overwritten: the update is added to it.",
 )
 
 
-@mistake("grouped-adapters", "token by token", expect="in .* matrix products")
+@grouped_adapters.mistake("token by token", expect="in .* matrix products")
 def token_by_token(x, weight, adapters, which):
     rows = []
     for row, number in zip(x.split(1), which.tolist(), strict=True):
@@ -63,7 +54,7 @@ def token_by_token(x, weight, adapters, which):
     return torch.cat(rows)
 
 
-@mistake("grouped-adapters", "the base for each adapter", expect="in .* matrix products")
+@grouped_adapters.mistake("the base for each adapter", expect="in .* matrix products")
 def base_for_each(x, weight, adapters, which):
     y = torch.empty(len(x), len(weight))
     for number in which.unique().tolist():
@@ -75,7 +66,7 @@ def base_for_each(x, weight, adapters, which):
     return y
 
 
-@mistake("grouped-adapters", "merged weights", expect="matrix products|FLOPs instead")
+@grouped_adapters.mistake("merged weights", expect="matrix products|FLOPs instead")
 def merged_weights(x, weight, adapters, which):
     y = x @ weight.T
     for number in which.unique().tolist():
@@ -86,7 +77,7 @@ def merged_weights(x, weight, adapters, which):
     return y
 
 
-@mistake("grouped-adapters", "every adapter over all tokens", expect="matrix products|FLOPs instead")
+@grouped_adapters.mistake("every adapter over all tokens", expect="matrix products|FLOPs instead")
 def masked(x, weight, adapters, which):
     y = x @ weight.T
     for number, (a, b, scale) in enumerate(adapters):
@@ -94,7 +85,7 @@ def masked(x, weight, adapters, which):
     return y
 
 
-@mistake("grouped-adapters", "those that are there over all tokens", expect="FLOPs instead")
+@grouped_adapters.mistake("those that are there over all tokens", expect="FLOPs instead")
 def masked_used(x, weight, adapters, which):
     y = x @ weight.T
     for number in which.unique().tolist():
@@ -104,7 +95,7 @@ def masked_used(x, weight, adapters, which):
     return y
 
 
-@mistake("grouped-adapters", "padded to the largest rank", expect="matrix products|FLOPs instead")
+@grouped_adapters.mistake("padded to the largest rank", expect="matrix products|FLOPs instead")
 def padded(x, weight, adapters, which):
     y, rank = x @ weight.T, max(len(a) for a, _, _ in adapters)
     for number in which.unique().tolist():
@@ -117,7 +108,7 @@ def padded(x, weight, adapters, which):
     return y
 
 
-@mistake("grouped-adapters", "number by number", expect="number by number")
+@grouped_adapters.mistake("number by number", expect="number by number")
 def by_numbers(x, weight, adapters, which):
     y = x @ weight.T
     for token, number in enumerate(which.tolist()):
@@ -127,7 +118,7 @@ def by_numbers(x, weight, adapters, which):
     return y
 
 
-@alternative("grouped-adapters", "einsum, and mv where a group has one row")
+@grouped_adapters.alternative("einsum, and mv where a group has one row")
 def by_einsum(x, weight, adapters, which):
     y = torch.einsum("ti,oi->to", x, weight)
     for number in set(which.tolist()) - {-1}:
@@ -140,7 +131,7 @@ def by_einsum(x, weight, adapters, which):
     return y
 
 
-@alternative("grouped-adapters", "a mask for each")
+@grouped_adapters.alternative("a mask for each")
 def by_mask(x, weight, adapters, which):
     y = torch.nn.functional.linear(x, weight)
     for number in set(which.tolist()) - {-1}:
@@ -152,109 +143,84 @@ def by_mask(x, weight, adapters, which):
 
 # Keys.
 
+adapter_key = KnownAnswers("adapter-key")
 
-mistake(
-    "adapter-key",
+adapter_key.mistake(
     "the matrices alone",
     {"digest = hashlib.sha256(repr(float(scale)).encode())": "digest = hashlib.sha256()"},
     expect="the scale changes the update",
 )
-mistake(
-    "adapter-key",
+adapter_key.mistake(
     "names of layers left out",
     {"(name, tuple(matrix.shape), matrix.dtype)": "(tuple(matrix.shape), matrix.dtype)"},
     expect="names of layers belong in the key",
 )
-mistake(
-    "adapter-key",
-    "shapes left out",
-    {"(name, tuple(matrix.shape), matrix.dtype)": "(name, matrix.dtype)"},
-    expect="hash shapes, too",
+adapter_key.mistake(
+    "shapes left out", {"(name, tuple(matrix.shape), matrix.dtype)": "(name, matrix.dtype)"}, expect="hash shapes, too"
 )
-mistake(
-    "adapter-key",
+adapter_key.mistake(
     "dtypes left out",
     {"(name, tuple(matrix.shape), matrix.dtype)": "(name, tuple(matrix.shape))"},
     expect="hash dtypes, too",
 )
-mistake(
-    "adapter-key",
+adapter_key.mistake(
     "in the order of the dict",
     {"for name in sorted(layers):": "for name in layers:"},
     expect="the order in which layers are listed",
 )
-mistake(
-    "adapter-key",
+adapter_key.mistake(
     "A alone",
     {"for matrix in layers[name]:": "for matrix in layers[name][:1]:"},
     expect="B of .* differs in one number",
 )
-mistake(
-    "adapter-key",
+adapter_key.mistake(
     "printed numbers",
     {"digest.update(matrix.contiguous().view(torch.uint8).numpy().tobytes())": "digest.update(str(matrix).encode())"},
     expect="differs in one number",
 )
-mistake(
-    "adapter-key",
+adapter_key.mistake(
     "sums",
     {"digest.update(matrix.contiguous().view(torch.uint8).numpy().tobytes())":
      "digest.update(repr(round(float(matrix.sum()), 3)).encode())"},
     expect="differs in one number",
 )  # fmt: skip
-mistake(
-    "adapter-key",
+adapter_key.mistake(
     "the base has a hash, too",
     {'return b""': 'return hashlib.sha256(b"").digest()'},
     expect="without an adapter the key is",
 )
-mistake(
-    "adapter-key",
-    "the scale in six digits",
-    {"repr(float(scale))": 'f"{scale:g}"'},
-    expect="the scale changes the update",
+adapter_key.mistake(
+    "the scale in six digits", {"repr(float(scale))": 'f"{scale:g}"'}, expect="the scale changes the update"
 )
-mistake(
-    "adapter-key",
+adapter_key.mistake(
     "layers without the number of their block",
     {"repr((name,": 'repr((name.split(".")[1],'},
     expect="whole names of layers",
 )
-mistake(
-    "adapter-key",
+adapter_key.mistake(
     "the whole storage",
     {"matrix.contiguous().view(torch.uint8).numpy().tobytes()": "bytes(matrix.contiguous().untyped_storage())"},
     expect="what else is in its storage",
 )
-mistake(
-    "adapter-key",
-    "values in float32",
-    {"matrix.contiguous()": "matrix.float().contiguous()"},
-    expect="in their own dtype",
+adapter_key.mistake(
+    "values in float32", {"matrix.contiguous()": "matrix.float().contiguous()"}, expect="in their own dtype"
 )
-mistake(
-    "adapter-key",
+adapter_key.mistake(
     "Python's hash",
     {"matrix.contiguous().view(torch.uint8).numpy().tobytes()":
      "str(hash(tuple(matrix.flatten().tolist()))).encode()"},
     expect=r"hash\(\) of both",
 )  # fmt: skip
-mistake(
-    "adapter-key",
+adapter_key.mistake(
     "the product of both",
     {"matrix.contiguous()": "(layers[name][1].contiguous().double() @ layers[name][0].contiguous().double())"},
     expect="not their product",
 )
-mistake("adapter-key", "as text", {"return digest.digest()": "return digest.hexdigest()"}, expect="asks for bytes")
-mistake(
-    "adapter-key",
-    "four bytes",
-    {"return digest.digest()": "return digest.digest()[:4]"},
-    expect="64 bits at least",
-)
+adapter_key.mistake("as text", {"return digest.digest()": "return digest.hexdigest()"}, expect="asks for bytes")
+adapter_key.mistake("four bytes", {"return digest.digest()": "return digest.digest()[:4]"}, expect="64 bits at least")
 
 
-@mistake("adapter-key", "a checksum of the whole", expect="64 bits at least")
+@adapter_key.mistake("a checksum of the whole", expect="64 bits at least")
 def checksum(adapter):
     if adapter is None:
         return b""
@@ -263,7 +229,7 @@ def checksum(adapter):
     return int(total * 1e6).to_bytes(4, "little", signed=True)
 
 
-@mistake("adapter-key", "remembered by where the values are", expect="in place")
+@adapter_key.mistake("remembered by where the values are", expect="in place")
 def remembered(adapter, keys={}):  # noqa: B006
     if adapter is None:
         return b""
@@ -272,7 +238,7 @@ def remembered(adapter, keys={}):  # noqa: B006
     return keys.setdefault(repr((adapter[0], places)), (right.adapter_key(adapter), adapter))[0]
 
 
-@alternative("adapter-key", "a hash of hashes")
+@adapter_key.alternative("a hash of hashes")
 def of_hashes(adapter):
     if adapter is None:
         return b""

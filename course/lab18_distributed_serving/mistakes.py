@@ -3,20 +3,21 @@
 import torch
 import torch.nn.functional as F
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 # One token through a layer.
 
 REDUCED = "x = x + group.all_reduce(part.o @ (weights @ values).flatten())"
 
-mistake(
-    "decode-layer",
+
+decode_layer = KnownAnswers("decode-layer")
+
+decode_layer.mistake(
     "attention is not added up",
     {REDUCED: "x = x + part.o @ (weights @ values).flatten()"},
     says="o's columns of one rank give a share of attention's output: add the shares up before the MLP reads them.",
 )
-mistake(
-    "decode-layer",
+decode_layer.mistake(
     "one all-reduce at the end",
     {
         REDUCED: "attended = part.o @ (weights @ values).flatten()\n    x = x + attended",
@@ -25,20 +26,17 @@ mistake(
     },
     expect="y is wrong",
 )  # fmt: skip
-mistake(
-    "decode-layer",
+decode_layer.mistake(
     "the residual is added up as well",
     {REDUCED: "x = group.all_reduce(x + part.o @ (weights @ values).flatten())"},
     says="Every rank has the whole x already: summed over the ranks it counts several times.",
 )
-mistake(
-    "decode-layer",
+decode_layer.mistake(
     "the mean of the ranks",
     {REDUCED: 'x = x + group.all_reduce(part.o @ (weights @ values).flatten(), "avg")'},
     says="The ranks hold parts of one sum, so they are added, not averaged.",
 )
-mistake(
-    "decode-layer",
+decode_layer.mistake(
     "the new token does not see itself",
     {
         "weights = (query @ keys.transpose(1, 2) / d**0.5).softmax(dim=-1)":
@@ -47,54 +45,45 @@ mistake(
     },
     says="The newest token attends to itself, too: its key and value are cached before attention.",
 )  # fmt: skip
-mistake(
-    "decode-layer",
+decode_layer.mistake(
     "the cache stays as it was",
     {"(part.down @ inner), keys, values": "(part.down @ inner), keys[:, :-1], values[:, :-1]"},
     expect="keys",
 )
-mistake(
-    "decode-layer",
+decode_layer.mistake(
     "heads in another order",
     {".view(len(keys), -1, d)": ".view(-1, len(keys), d).transpose(0, 1)"},
     says="Query heads stand in the order of the kv heads that they read: those of kv head 0 first.",
 )
-mistake(
-    "decode-layer",
+decode_layer.mistake(
     "x is gathered in between",
     {"inner = F.silu(": 'x = group.all_reduce(x.clone(), "avg")\n    inner = F.silu('},
     expect="two all-reduces of",
 )
-mistake(
-    "decode-layer",
-    "two query heads to a kv head",
-    {".view(len(keys), -1, d)": ".view(-1, 2, d)"},
-    expect="is invalid for input",
+decode_layer.mistake(
+    "two query heads to a kv head", {".view(len(keys), -1, d)": ".view(-1, 2, d)"}, expect="is invalid for input"
 )
-mistake(
-    "decode-layer",
+decode_layer.mistake(
     "exponentials of the scores as they are",
     {".softmax(dim=-1)": ".exp()\n    weights = weights / weights.sum(-1, keepdim=True)"},
     expect="the largest was not subtracted",
 )
 
 
-mistake(
-    "decode-layer",
+decode_layer.mistake(
     "a cache that is always float64",
     {"keys = torch.cat((keys, (part.k @ x)": "keys = torch.cat((keys.double(), (part.k @ x)"},
     expect="expected scalar type Float",
 )
-mistake(
-    "decode-layer",
+decode_layer.mistake(
     "the weights of q are scaled",
     {"d = part.head_dim": "d = part.head_dim\n    part.q.mul_(d**-0.5)", "keys.transpose(1, 2) / d**0.5": "keys.mT"},
     expect="part.q is another after your call",
 )
-alternative("decode-layer", "a softmax in 32 bits", {".softmax(dim=-1)": ".softmax(dim=-1, dtype=torch.float32).to(x)"})
+decode_layer.alternative("a softmax in 32 bits", {".softmax(dim=-1)": ".softmax(dim=-1, dtype=torch.float32).to(x)"})
 
 
-@alternative("decode-layer", "torch's attention, kv heads repeated")
+@decode_layer.alternative("torch's attention, kv heads repeated")
 def by_torch(x, keys, values, part, group):
     d = part.head_dim
     keys = torch.cat((keys, (part.k @ x).view(-1, 1, d)), 1)
@@ -107,8 +96,9 @@ def by_torch(x, keys, values, part, group):
 
 # A rank's own bytes.
 
-mistake(
-    "sharded-load",
+sharded_load = KnownAnswers("sharded-load")
+
+sharded_load.mistake(
     "read whole, then cut",
     {
         "part[name] = file.read(name, columns=slice(rank * width, (rank + 1) * width))":
@@ -116,63 +106,40 @@ mistake(
     },
     expect="cut what you ask the file for",
 )  # fmt: skip
-mistake(
-    "sharded-load",
-    "kv heads are cut as if there were enough",
-    {"share = min(world_size, kv_heads)": "share = world_size"},
-    expect="kv",
+sharded_load.mistake(
+    "kv heads are cut as if there were enough", {"share = min(world_size, kv_heads)": "share = world_size"}, expect="kv"
 )
-mistake(
-    "sharded-load",
+sharded_load.mistake(
     "kv heads in turn",
     {"place = rank * share // world_size": "place = rank % share"},
     says="Neighbours share a kv head: ranks 0 and 1 of four have head 0 of two, as their query heads are its.",
 )
-mistake(
-    "sharded-load",
-    "all kv heads on every rank",
-    {"place = rank * share // world_size": "place, share = 0, 1"},
-    expect="kv",
+sharded_load.mistake(
+    "all kv heads on every rank", {"place = rank * share // world_size": "place, share = 0, 1"}, expect="kv"
 )
-mistake(
-    "sharded-load",
-    "no padding",
-    {"part[name] = F.pad(part[name], (0, 0, 0, missing))": "pass"},
-    expect="embedding",
+sharded_load.mistake("no padding", {"part[name] = F.pad(part[name], (0, 0, 0, missing))": "pass"}, expect="embedding")
+sharded_load.mistake("rounded down", {"count = -(-rows // share)": "count = rows // share"}, expect="embedding")
+sharded_load.mistake(
+    "norms are cut as well", {'if kind == "whole":': 'if kind == "whole" and rank == 0:'}, expect="norm"
 )
-mistake(
-    "sharded-load",
-    "rounded down",
-    {"count = -(-rows // share)": "count = rows // share"},
-    expect="embedding",
-)
-mistake(
-    "sharded-load",
-    "norms are cut as well",
-    {'if kind == "whole":': 'if kind == "whole" and rank == 0:'},
-    expect="norm",
-)
-mistake(
-    "sharded-load",
+sharded_load.mistake(
     "always two ranks a head",
     {"place = rank * share // world_size": "place = rank // 2 if share < world_size else rank"},
     expect="8 ranks, (1 kv head|2 kv heads)",
 )
-mistake(
-    "sharded-load",
+sharded_load.mistake(
     "zeros in float32",
     {"F.pad(part[name], (0, 0, 0, missing))": "torch.cat((part[name], torch.zeros(missing, columns)))"},
     expect="is torch.float32, and the file holds torch.float16",
 )
-mistake(
-    "sharded-load",
+sharded_load.mistake(
     "all of the padding on the last rank",
     {"missing = count - len(part[name])": "missing = (rank == world_size - 1) * (count * world_size - rows)"},
     expect="embedding",
 )
 
 
-@alternative("sharded-load", "a slice by kind, then one read")
+@sharded_load.alternative("a slice by kind, then one read")
 def by_slices(file, cuts, kv_heads, rank, world_size):
     part = {}
     for name, kind in cuts.items():
@@ -196,65 +163,52 @@ def by_slices(file, cuts, kv_heads, rank, world_size):
 
 # Batches of a pipeline.
 
-mistake(
-    "next-batch",
+next_batch = KnownAnswers("next-batch")
+
+next_batch.mistake(
     "a sequence twice in the pipeline",
     {"[name for name in running if name not in busy][:share]": "running[:share]"},
     expect="its newest token is still in the pipeline",
 )
-mistake(
-    "next-batch",
+next_batch.mistake(
     "only the last batch counts",
     {"for batch in in_flight for name in batch": "for batch in in_flight[-1:] for name in batch"},
     expect="its newest token is still in the pipeline",
 )
-mistake(
-    "next-batch",
+next_batch.mistake(
     "everybody at once",
     {"[name for name in running if name not in busy][:share]": "[name for name in running if name not in busy]"},
     expect="sequences in one batch: at most",
 )
-mistake(
-    "next-batch",
+next_batch.mistake(
     "the share of those that are ready",
-    {
-        "share = -(-len(running) // stages)": "share = -(-(len(running) - len(busy)) // stages)",
-    },
+    {"share = -(-len(running) // stages)": "share = -(-(len(running) - len(busy)) // stages)"},
     expect="starts, and .* should",
 )
-mistake(
-    "next-batch",
-    "rounded down",
-    {"-(-len(running) // stages)": "len(running) // stages"},
-    expect="should|idles",
-)
-mistake(
-    "next-batch",
+next_batch.mistake("rounded down", {"-(-len(running) // stages)": "len(running) // stages"}, expect="should|idles")
+next_batch.mistake(
     "one batch too many",
     {"len(in_flight) >= stages": "len(in_flight) > stages"},
     expect="as many batches as stages are in flight",
 )
-mistake(
-    "next-batch",
+next_batch.mistake(
     "at most sixteen",
     {"-(-len(running) // stages)": "min(16, -(-len(running) // stages))"},
     expect="a stage's share is half of them",
 )
-mistake(
-    "next-batch",
+next_batch.mistake(
     "looked up in the text of the list",
     {"name not in busy": "name not in str(in_flight)"},
     expect="a stage's share is half of them",
 )
-mistake(
-    "next-batch",
+next_batch.mistake(
     "newest first",
     {"if name not in busy][:share]": "if name not in busy][::-1][:share]"},
     says="The newest come first, so that the one that has waited longest may wait for ever.",
 )
 
 
-@alternative("next-batch", "step by step")
+@next_batch.alternative("step by step")
 def step_by_step(running, in_flight, stages):
     batch = []
     if len(in_flight) < stages:

@@ -1,52 +1,46 @@
 """Spoilers of lab 18: verdicts that miss a bug in a program's log, or find one that is none."""
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
-mistake(
-    "which-bug-ranks",
+which_bug_ranks = KnownAnswers("which-bug-ranks")
+
+which_bug_ranks.mistake(
     "a step may begin anywhere",
     {"if first != computed[request] or sampled != (first + count == known[request]):":
      "if sampled != (first + count == known[request]):"},
     expect="it is 'phases confused after preemption'",
 )  # fmt: skip
-mistake(
-    "which-bug-ranks",
+which_bug_ranks.mistake(
     "a token may come at any time",
     {" or sampled != (first + count == known[request]):": ":"},
     expect="it is 'phases confused after preemption'",
 )
-mistake(
-    "which-bug-ranks",
+which_bug_ranks.mistake(
     "a preemption costs nothing",
     {"computed[details[0]] = 0": "pass"},
     expect="you say 'phases confused after preemption'",
 )
-mistake(
-    "which-bug-ranks",
+which_bug_ranks.mistake(
     "only the prompt is known",
     {"known[request] += sampled": "pass"},
     expect="you say 'phases confused after preemption'",
 )
-mistake(
-    "which-bug-ranks",
+which_bug_ranks.mistake(
     "a block is read once",
     {"reading.discard(details[0])": "pass"},
     expect="you say 'blocks freed before they are sent'",
 )
-mistake(
-    "which-bug-ranks",
+which_bug_ranks.mistake(
     "ranks that stopped elsewhere",
     {"if any(len(set(tokens)) > 1 for tokens in zip(*seen.tokens, strict=False)):": "if len(set(seen.tokens)) > 1:"},
     expect="you say 'rank 1 samples for itself'",
 )
-mistake(
-    "which-bug-ranks",
+which_bug_ranks.mistake(
     "the first token of each rank",
     {"zip(*seen.tokens, strict=False)": "list(zip(*seen.tokens, strict=False))[:1]"},
     expect="it is 'rank 1 samples for itself'",
 )
-mistake(
-    "which-bug-ranks",
+which_bug_ranks.mistake(
     "sent once, sent for ever",
     {
         "seen.prompts, 0), set()": "seen.prompts, 0), set()\n    sent = set()",
@@ -55,32 +49,27 @@ mistake(
     },
     expect="it is 'blocks freed before they are sent'",
 )
-mistake(
-    "which-bug-ranks",
+which_bug_ranks.mistake(
     "one block on the link",
     {"reading.add(details[0])": "reading = {details[0]}"},
     expect="it is 'blocks freed before they are sent'",
 )
-mistake(
-    "which-bug-ranks",
+which_bug_ranks.mistake(
     "a token that is missing",
     {"sampled != (first + count == known[request])": "sampled > (first + count == known[request])"},
     expect="it is 'phases confused after preemption'",
 )
-mistake(
-    "which-bug-ranks",
+which_bug_ranks.mistake(
     "only the first step behind a preemption",
     {"if first != computed[request] or": "if (first and not computed[request]) or"},
     expect="it is 'phases confused after preemption'",
 )
-mistake(
-    "which-bug-ranks",
+which_bug_ranks.mistake(
     "the first twenty tokens",
     {"zip(*seen.tokens, strict=False)": "list(zip(*seen.tokens, strict=False))[:20]"},
     expect="it is 'rank 1 samples for itself'",
 )
-mistake(
-    "which-bug-ranks",
+which_bug_ranks.mistake(
     "only what was sent may be freed",
     {
         "reading.add(details[0])": "reading.discard(details[0])",
@@ -91,7 +80,7 @@ mistake(
 )  # fmt: skip
 
 
-@alternative("which-bug-ranks", "one question after the other")
+@which_bug_ranks.alternative("one question after the other")
 def by_question(seen):
     cached, text = dict.fromkeys(seen.prompts, 0), dict(seen.prompts)
     for event in seen.events:

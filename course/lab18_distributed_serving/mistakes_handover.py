@@ -1,9 +1,10 @@
 """Spoilers of lab 18: hand-overs that wait with half of their blocks or believe late messages, and splits."""
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
-mistake(
-    "hand-over",
+hand_over = KnownAnswers("hand-over")
+
+hand_over.mistake(
     "as many as there are",
     {
         "if count > len(self.free):\n            return None\n        blocks = [self.free.pop() for _ in range(count)]":
@@ -11,20 +12,17 @@ mistake(
     },
     expect="two such requests wait for ever",
 )  # fmt: skip
-mistake(
-    "hand-over",
+hand_over.mistake(
     "held while it waits",
     {"return None": "self.held[request] = [self.free.pop() for _ in range(len(self.free))]\n            return None"},
     expect="two such requests wait for ever",
 )
-mistake(
-    "hand-over",
+hand_over.mistake(
     "any attempt will do",
     {"if expected != attempt or index not in missing:": "if index not in missing:"},
     expect="a message of the first comes",
 )
-mistake(
-    "hand-over",
+hand_over.mistake(
     "written before it is looked at",
     {
         "expected, missing = self.missing.get(request, (None, ()))":
@@ -34,8 +32,7 @@ mistake(
     },
     expect="a message of the first comes",
 )  # fmt: skip
-mistake(
-    "hand-over",
+hand_over.mistake(
     "a count of messages",
     {
         "if expected != attempt or index not in missing:": "if expected != attempt:",
@@ -43,21 +40,16 @@ mistake(
     },
     expect="is not whole|is whole|arrived last",
 )
-mistake(
-    "hand-over",
-    "an older attempt's blocks are lost",
-    {"self.give_up(request)\n        if count": "if count"},
-    expect="free",
+hand_over.mistake(
+    "an older attempt's blocks are lost", {"self.give_up(request)\n        if count": "if count"}, expect="free"
 )
-mistake(
-    "hand-over",
+hand_over.mistake(
     "given up, but not freed",
     {"            self.release(request)\n": "            self.held.pop(request)\n"},
     expect="a was given up, and 0 of 1 blocks is free",
 )
-mistake("hand-over", "its own list handed out", {"return list(blocks)": "return blocks"}, expect="a list of its own")
-mistake(
-    "hand-over",
+hand_over.mistake("its own list handed out", {"return list(blocks)": "return blocks"}, expect="a list of its own")
+hand_over.mistake(
     "a whole request is given up as well",
     {
         "if request in self.missing:\n            del self.missing[request]":
@@ -65,8 +57,7 @@ mistake(
     },
     expect="a is whole and decodes",
 )  # fmt: skip
-mistake(
-    "hand-over",
+hand_over.mistake(
     "gives up what it never held",
     {
         "if request in self.missing:\n            del self.missing[request]":
@@ -76,8 +67,7 @@ mistake(
 )  # fmt: skip
 
 
-mistake(
-    "hand-over",
+hand_over.mistake(
     "written again when it comes again",
     {
         "if expected != attempt or index not in missing:\n            return False\n":
@@ -87,14 +77,12 @@ mistake(
     },
     expect="comes a second time",
 )  # fmt: skip
-mistake(
-    "hand-over",
+hand_over.mistake(
     "known by its content",
     {"index not in missing:": "self.cache.get(self.held[request][index]) == content:"},
     expect="b's only message arrived",
 )
-mistake(
-    "hand-over",
+hand_over.mistake(
     "an older attempt keeps its blocks if there are too few",
     {
         "self.give_up(request)\n        if count > len(self.free):":
@@ -105,8 +93,7 @@ mistake(
     expect="its second asks for 5",
 )  # fmt: skip
 
-alternative(
-    "hand-over",
+hand_over.alternative(
     "a free block is empty",
     {
         "self.free += self.held.pop(request)":
@@ -114,14 +101,13 @@ alternative(
         "            self.cache.pop(block, None)\n            self.free.append(block)",
     },
 )  # fmt: skip
-alternative(
-    "hand-over",
+hand_over.alternative(
     "blocks are emptied when they are set aside",
     {"return list(blocks)": "self.cache.update(dict.fromkeys(blocks))\n        return list(blocks)"},
 )
 
 
-@alternative("hand-over", "a record for each request")
+@hand_over.alternative("a record for each request")
 class Records:
     def __init__(self, num_blocks):
         self.free, self.cache, self.records = list(range(num_blocks)), {}, {}
@@ -155,70 +141,58 @@ class Records:
 BEST = "best = max(range(1, cards), key=sustained)"
 RATE = "prompts = 2 * spare / (prompt_s**2 + 2 * prompt_s * spare)"
 
-mistake(
-    "choose-split",
+
+choose_split = KnownAnswers("choose-split")
+
+choose_split.mistake(
     "no wait",
     {RATE: "prompts = 1 / prompt_s"},
     says="At one prompt every prompt_s seconds the queue grows without end: leave time for the wait.",
 )
-mistake(
-    "choose-split",
+choose_split.mistake(
     "exponential services",
     {RATE: "prompts = spare / (prompt_s * (prompt_s + spare))"},
     says="Prompts that take equally long wait half as long as those of an M/M/1 server.",
 )
-mistake(
-    "choose-split",
+choose_split.mistake(
     "the limit is the wait",
     {"spare = ttft - prompt_s": "spare = ttft"},
     says="The prompt itself takes prompt_s of the limit; only the rest may be spent waiting.",
 )
-mistake(
-    "choose-split",
+choose_split.mistake(
     "all that fit",
     {"if step_s(b) <= tpot)": "if b <= most)"},
     says="All sequences that fit run at once, and their step takes longer than the limit on TPOT.",
 )
-mistake(
-    "choose-split",
+choose_split.mistake(
     "tokens per second",
     {"answers = running / (output * step_s(running))": "answers = running / step_s(running)"},
     says="This is tokens per second: an answer has `output` of them.",
 )
-mistake(
-    "choose-split",
+choose_split.mistake(
     "a step below the limit",
     {"step_s(b) <= tpot": "step_s(b) < tpot or b == 1"},
     says="A step that takes exactly the limit is within it: compare with <=.",
 )
-mistake(
-    "choose-split",
+choose_split.mistake(
     "one sequence less than fit",
     {"range(1, most + 1)": "range(1, most)"},
     says="`most` sequences fit, and so may run: range ends one before its end.",
 )
-mistake(
-    "choose-split",
-    "half of the cards",
-    {BEST: "best = cards // 2"},
-    expect="so the best division sustains",
-)
-mistake(
-    "choose-split",
+choose_split.mistake("half of the cards", {BEST: "best = cards // 2"}, expect="so the best division sustains")
+choose_split.mistake(
     "a fraction of the cards",
     {BEST: "best = max(1, min(cards - 1, int(cards * answers / (prompts + answers))))"},
     expect="so the best division sustains",
 )
 
 
-mistake(
-    "choose-split",
+choose_split.mistake(
     "the balance rounded to the nearest",
     {BEST: "best = max(1, min(cards - 1, round(cards * answers / (prompts + answers))))"},
     expect="so the best division sustains",
 )
-mistake(
-    "choose-split",
+choose_split.mistake(
     "a step that grows by a line",
     {
         "running = max(b for b in range(1, most + 1) if step_s(b) <= tpot)":
@@ -229,7 +203,7 @@ mistake(
 )  # fmt: skip
 
 
-@alternative("choose-split", "both roundings of the balance")
+@choose_split.alternative("both roundings of the balance")
 def by_balance(cards, prompt_s, step_s, most, output, ttft, tpot):
     wait = ttft - prompt_s
     prompts = 1 / (prompt_s + prompt_s**2 / (2 * wait))

@@ -2,43 +2,33 @@
 
 from itertools import accumulate
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
-mistake(
-    "sequences-that-fit",
-    "keys only",
-    {"2 * layers": "layers"},
-    says="Both keys and values are kept: twice as much per token.",
+sequences_that_fit = KnownAnswers("sequences-that-fit")
+
+sequences_that_fit.mistake(
+    "keys only", {"2 * layers": "layers"}, says="Both keys and values are kept: twice as much per token."
 )
-mistake(
-    "sequences-that-fit",
+sequences_that_fit.mistake(
     "cache not divided",
     {"max(kv_heads / tp, 1)": "kv_heads"},
     says="The kv heads are divided over the tp ranks, as the weights are.",
 )
-mistake(
-    "sequences-that-fit", "weights whole", {"parameters / tp": "parameters"}, says="A rank holds 1/tp of the weights."
-)
-mistake(
-    "sequences-that-fit",
+sequences_that_fit.mistake("weights whole", {"parameters / tp": "parameters"}, says="A rank holds 1/tp of the weights.")
+sequences_that_fit.mistake(
     "half a kv head",
     {"max(kv_heads / tp, 1)": "kv_heads / tp"},
     says="A kv head is not divided: with more ranks than kv heads they copy one.",
 )
-mistake(
-    "sequences-that-fit",
-    "training states",
-    {"2 * parameters": "16 * parameters"},
-    says="Serving holds weights only, 2 bytes per parameter.",
+sequences_that_fit.mistake(
+    "training states", {"2 * parameters": "16 * parameters"}, says="Serving holds weights only, 2 bytes per parameter."
 )
-mistake(
-    "sequences-that-fit",
+sequences_that_fit.mistake(
     "the heads of one model",
     {"max(kv_heads / tp, 1) * head_dim": "max(8 / tp, 1) * 128"},
     expect="tp 2, .* admitting one after the other",
 )
-mistake(
-    "sequences-that-fit",
+sequences_that_fit.mistake(
     "the last one that just fits",
     {
         "int(room // (per_token * context))": "math.ceil(room / (per_token * context)) - 1",
@@ -46,50 +36,44 @@ mistake(
     },
     expect="What fits to the last byte fits",
 )
-mistake("sequences-that-fit", "negative room", {"max(0, ": "("}, expect="not for a negative number")
+sequences_that_fit.mistake("negative room", {"max(0, ": "("}, expect="not for a negative number")
 
 
-@alternative("sequences-that-fit", "over all ranks")
+@sequences_that_fit.alternative("over all ranks")
 def over_all_ranks(memory, parameters, tp, layers, kv_heads, head_dim, context):
     room = tp * memory - 2 * parameters
     heads = max(kv_heads, tp)
     return max(0, room // (layers * heads * head_dim * 4 * context))
 
 
-mistake(
-    "queue-waits",
+queue_waits = KnownAnswers("queue-waits")
+
+queue_waits.mistake(
     "service included",
     {"append(wait)": "append(wait + own)"},
     says="That is the time until the answer; the wait ends when the service begins.",
 )
-mistake(
-    "queue-waits",
-    "own service",
-    {"wait + service": "wait + own"},
-    says="Request i waits for the services before it, not for its own.",
+queue_waits.mistake(
+    "own service", {"wait + service": "wait + own"}, says="Request i waits for the services before it, not for its own."
 )
-mistake(
-    "queue-waits",
+queue_waits.mistake(
     "never below zero left out",
     {"max(0.0, wait + service - gap)": "wait + service - gap if seconds else 0.0"},
     says="An idle server saves nothing up: a wait is never below 0.",
 )
-mistake(
-    "queue-waits",
+queue_waits.mistake(
     "only the one before",
     {"wait + service": "service"},
     says="The one before may have waited too: its wait belongs to yours.",
 )
-mistake(
-    "queue-waits",
+queue_waits.mistake(
     "mean instead of a list",
     {"return seconds": "return sum(seconds) / len(seconds)"},
     expect="the exercise asks for a list",
 )
 
 
-mistake(
-    "queue-waits",
+queue_waits.mistake(
     "kept between calls",
     {
         "def waits(gaps, services):": "def waits(gaps, services, seconds=[]):",
@@ -99,7 +83,7 @@ mistake(
 )
 
 
-@alternative("queue-waits", "with a clock")
+@queue_waits.alternative("with a clock")
 def with_a_clock(gaps, services):
     now, free, waits = 0.0, 0.0, []
     for gap, service in zip(gaps, services, strict=True):
@@ -110,7 +94,7 @@ def with_a_clock(gaps, services):
     return waits
 
 
-@alternative("queue-waits", "by prefix sums")
+@queue_waits.alternative("by prefix sums")
 def by_prefix_sums(gaps, services):
     arrivals, done = list(accumulate(gaps)), [0.0, *accumulate(services)]
     ahead = [arrival - before for arrival, before in zip(arrivals, done, strict=False)]

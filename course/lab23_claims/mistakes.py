@@ -3,44 +3,42 @@
 import numpy as np
 import torch
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
-mistake("counterexample", "equal shards", {"[12, 4]": "[8, 8]"}, expect="no losses refute it")
-mistake("counterexample", "equal losses", {"[2.0, 4.0]": "[3.0, 3.0]"}, expect="every mean is the same")
-mistake("counterexample", "nearly equal shards", {"[12, 4]": "[9, 8]"}, expect="asked for are 15 %")
-mistake("counterexample", "a rank without tokens", {"[12, 4]": "[16, 0]"}, expect="at least 1")
-mistake("counterexample", "sums instead of means", {"[2.0, 4.0]": "[24.0, 16.0]"}, expect="mean loss in nats")
-mistake("counterexample", "a boolean for a loss", {"[2.0, 4.0]": "[True, 3.0]"}, expect="a number in nats")
-mistake("counterexample", "no number for a loss", {"[2.0, 4.0]": "[None, 4.0]"}, expect="a number in nats")
-mistake(
-    "counterexample", "integer pairs", {"[12, 4], [2.0, 4.0]": "[12, 2], [4, 4]"}, expect="first list is the tokens"
-)
-mistake("counterexample", "one rank", {"[12, 4], [2.0, 4.0]": "[12], [2.0]"}, expect="at least 2")
-mistake(
-    "counterexample", "pairs", {"return tokens, losses": "return [(12, 2.0), (4, 4.0)]"}, expect="asks for two lists"
-)
+counterexample = KnownAnswers("counterexample")
+
+counterexample.mistake("equal shards", {"[12, 4]": "[8, 8]"}, expect="no losses refute it")
+counterexample.mistake("equal losses", {"[2.0, 4.0]": "[3.0, 3.0]"}, expect="every mean is the same")
+counterexample.mistake("nearly equal shards", {"[12, 4]": "[9, 8]"}, expect="asked for are 15 %")
+counterexample.mistake("a rank without tokens", {"[12, 4]": "[16, 0]"}, expect="at least 1")
+counterexample.mistake("sums instead of means", {"[2.0, 4.0]": "[24.0, 16.0]"}, expect="mean loss in nats")
+counterexample.mistake("a boolean for a loss", {"[2.0, 4.0]": "[True, 3.0]"}, expect="a number in nats")
+counterexample.mistake("no number for a loss", {"[2.0, 4.0]": "[None, 4.0]"}, expect="a number in nats")
+counterexample.mistake("integer pairs", {"[12, 4], [2.0, 4.0]": "[12, 2], [4, 4]"}, expect="first list is the tokens")
+counterexample.mistake("one rank", {"[12, 4], [2.0, 4.0]": "[12], [2.0]"}, expect="at least 2")
+counterexample.mistake("pairs", {"return tokens, losses": "return [(12, 2.0), (4, 4.0)]"}, expect="asks for two lists")
 
 
-@alternative("counterexample", "many ranks, one of them short")
+@counterexample.alternative("many ranks, one of them short")
 def one_short():
     return [64] * 3 + [1], [2.0] * 3 + [9.0]
 
 
-@alternative("counterexample", "the long shard is the easy one")
+@counterexample.alternative("the long shard is the easy one")
 def long_and_easy():
     return [100, 1], [1, 10]
 
 
-@alternative("counterexample", "15 % exactly, a little less in floating point")
+@counterexample.alternative("15 % exactly, a little less in floating point")
 def exactly_fifteen():
     return [1, 2], [0.4, 1.3]
 
 
-@alternative("counterexample", "elements of tensors")
+@counterexample.alternative("elements of tensors")
 def of_tensors():
     return list(torch.tensor([12, 4])), list(torch.tensor([2.0, 4.0]))
 
 
-@alternative("counterexample", "narrow types, in which products overflow")
+@counterexample.alternative("narrow types, in which products overflow")
 def narrow():
     return list(np.array([8192] * 4 + [64], dtype=np.int16)), list(np.array([2.0] * 4 + [9.0], dtype=np.float16))

@@ -2,24 +2,23 @@
 
 import torch
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
-mistake(
-    "token-bucket",
+token_bucket = KnownAnswers("token-bucket")
+
+token_bucket.mistake(
     "no ceiling",
     {"min(capacity, level + (time - last) * rate)": "level + (time - last) * rate"},
     says="A bucket overflows: it never holds more than its capacity.",
 )
-mistake("token-bucket", "starts empty", {"float(capacity)": "0.0"}, says="The bucket is full at the first request.")
-mistake(
-    "token-bucket",
+token_bucket.mistake("starts empty", {"float(capacity)": "0.0"}, says="The bucket is full at the first request.")
+token_bucket.mistake(
     "rejected ones are charged",
     {"cost if admitted[-1] else 0": "cost"},
     says="A request that is refused takes nothing out.",
 )
-mistake("token-bucket", "strictly less", {"cost <= level": "cost < level"}, says="A cost equal to the level fits.")
-mistake(
-    "token-bucket",
+token_bucket.mistake("strictly less", {"cost <= level": "cost < level"}, says="A cost equal to the level fits.")
+token_bucket.mistake(
     "refill only when admitted",
     {
         "level, last = min(": "before, level, last = level, min(",
@@ -27,28 +26,23 @@ mistake(
     },
     says="Time passes for a refused request too: its refill is kept.",
 )
-mistake(
-    "token-bucket",
+token_bucket.mistake(
     "whole tokens",
     {"(time - last) * rate": "int((time - last) * rate)"},
     says="A refill may be part of a token: two halves make one.",
 )
-mistake(
-    "token-bucket",
+token_bucket.mistake(
     "a cost cut to the capacity",
     {"level, last = min(": "cost = min(cost, capacity)\n        level, last = min("},
     says="A request that costs more than the bucket holds is never admitted.",
 )
-mistake(
-    "token-bucket",
-    "the costs",
-    {"append(cost <=": "append(cost * (cost <=", "<= level)": "<= level))"},
-    expect="True or False",
+token_bucket.mistake(
+    "the costs", {"append(cost <=": "append(cost * (cost <=", "<= level)": "<= level))"}, expect="True or False"
 )
-mistake("token-bucket", "a count", {"return admitted": "return sum(admitted)"}, expect="exercise asks for a list")
+token_bucket.mistake("a count", {"return admitted": "return sum(admitted)"}, expect="exercise asks for a list")
 
 
-@alternative("token-bucket", "by debt")
+@token_bucket.alternative("by debt")
 def by_debt(requests, rate, capacity):
     debt, last, admitted = 0.0, requests[0][0], []
     for time, cost in requests:
@@ -58,7 +52,7 @@ def by_debt(requests, rate, capacity):
     return admitted
 
 
-@alternative("token-bucket", "by the time at which the bucket is full again")
+@token_bucket.alternative("by the time at which the bucket is full again")
 def by_arrival(requests, rate, capacity):
     full, admitted = requests[0][0], []
     for time, cost in requests:
@@ -68,14 +62,14 @@ def by_arrival(requests, rate, capacity):
     return admitted
 
 
-mistake(
-    "merge-softmax",
+merge_softmax = KnownAnswers("merge-softmax")
+
+merge_softmax.mistake(
     "mean of both",
     {"(lse_a - lse).exp()[..., None]": "0.5", "(lse_b - lse).exp()[..., None]": "0.5"},
     says="The parts do not count alike: weigh them by their sums of exponentials.",
 )
-mistake(
-    "merge-softmax",
+merge_softmax.mistake(
     "overflows",
     {
         "torch.logaddexp(lse_a, lse_b)": "(lse_a.exp() + lse_b.exp()).log()",
@@ -84,14 +78,12 @@ mistake(
     },
     says="exp of a large score is infinite: subtract the larger logarithm first.",
 )
-mistake(
-    "merge-softmax",
+merge_softmax.mistake(
     "the first one subtracted",
     {"torch.logaddexp(lse_a, lse_b)": "lse_a + (lse_b - lse_a).exp().log1p()"},
     says="Subtract the larger logarithm: which part has it differs from query to query.",
 )
-mistake(
-    "merge-softmax",
+merge_softmax.mistake(
     "one maximum for a head",
     {
         "lse = torch.logaddexp(lse_a, lse_b)": (
@@ -101,73 +93,66 @@ mistake(
     },
     says="The maximum is one of each query: far below another query's, both exponentials are 0.",
 )
-mistake(
-    "merge-softmax",
+merge_softmax.mistake(
     "weights swapped",
     {"out_a * (lse_a": "out_a * (lse_b", "out_b * (lse_b": "out_b * (lse_a"},
     says="Each output belongs to its own sum; here they are exchanged.",
 )
-mistake(
-    "merge-softmax",
+merge_softmax.mistake(
     "larger one kept",
     {"None], lse": "None], torch.maximum(lse_a, lse_b)"},
     says="The log of a sum is not the larger of the logs.",
 )
-mistake("merge-softmax", "output alone", {"None], lse": "None]"}, expect="exercise asks for two tensors")
+merge_softmax.mistake("output alone", {"None], lse": "None]"}, expect="exercise asks for two tensors")
 
 
-@alternative("merge-softmax", "by a sigmoid")
+@merge_softmax.alternative("by a sigmoid")
 def by_sigmoid(out_a, lse_a, out_b, lse_b):
     share = torch.sigmoid(lse_a - lse_b)[..., None]
     return share * out_a + (1 - share) * out_b, torch.stack([lse_a, lse_b]).logsumexp(0)
 
 
-mistake(
-    "dispatch-order",
+dispatch_order = KnownAnswers("dispatch-order")
+
+dispatch_order.mistake(
     "unstable order",
     {"flat.argsort(stable=True)": "len(flat) - 1 - flat.flip(0).argsort(stable=True)"},
     says="Copies for one expert must keep the order of their tokens.",
 )
-mistake(
-    "dispatch-order",
+dispatch_order.mistake(
     "counts per expert",
     {"flat // experts_per_rank, minlength=ranks": "flat, minlength=ranks * experts_per_rank"},
     says="An all-to-all needs rows per rank, not per expert.",
 )
-mistake(
-    "dispatch-order",
+dispatch_order.mistake(
     "ranks without rows left out",
     {"counts.tolist()": "counts[counts > 0].tolist()"},
     says="A rank that gets nothing still has a part, of 0 rows.",
 )
-mistake(
-    "dispatch-order",
+dispatch_order.mistake(
     "experts dealt round",
     {"flat // experts_per_rank": "flat % ranks"},
     says="Rank r holds experts r · n to r · n + n - 1, not every n-th one.",
 )
-mistake(
-    "dispatch-order",
+dispatch_order.mistake(
     "inverse order",
     {"argsort(stable=True)": "argsort(stable=True).argsort()"},
     says="That is where each copy goes; the exercise asks for which copy stands where.",
 )
-mistake(
-    "dispatch-order",
+dispatch_order.mistake(
     "keys that run into each other",
     {"flat.argsort(stable=True)": "(flat * 1000 + torch.arange(len(flat))).argsort()"},
     says="Keys of expert and place mix the experts as soon as there are more pairs than the factor: sort stably.",
 )
-mistake(
-    "dispatch-order",
+dispatch_order.mistake(
     "experts in 8 bits",
     {"flat.argsort": "flat.to(torch.uint8).argsort"},
     says="8 bits number 256 experts; a model may have more.",
 )
-mistake("dispatch-order", "a tensor of counts", {"counts.tolist()": "counts"}, expect="counts as a list of numbers")
+dispatch_order.mistake("a tensor of counts", {"counts.tolist()": "counts"}, expect="counts as a list of numbers")
 
 
-@alternative("dispatch-order", "expert by expert")
+@dispatch_order.alternative("expert by expert")
 def expert_by_expert(experts, ranks, each):
     flat = experts.reshape(-1)
     places = [(flat == expert).nonzero()[:, 0] for expert in range(ranks * each)]

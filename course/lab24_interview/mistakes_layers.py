@@ -2,85 +2,79 @@
 
 import torch
 
-from course.kit.exercises import alternative, mistake
+from course.kit.exercises import KnownAnswers
 
 # RMSNorm.
 
-mistake(
-    "rms-norm",
+rms_norm = KnownAnswers("rms-norm")
+
+rms_norm.mistake(
     "eps outside the root",
-    {"(wide.square().mean(-1, keepdim=True) + eps).rsqrt()": "1 / (wide.square().mean(-1, keepdim=True).sqrt() + eps)"},
+    {
+        "(wide.square().mean(-1, keepdim=True) + eps).rsqrt()": (
+            "1 / (wide.square().mean(-1, keepdim=True).sqrt() + eps)"
+        )
+    },
     says="eps is added to the mean of the squares, under the root.",
 )
-mistake(
-    "rms-norm",
+rms_norm.mistake(
     "the mean is subtracted",
     {"wide, upper = x.float(), dy.float()": "wide, upper = x.float() - x.float().mean(-1, keepdim=True), dy.float()"},
     says="That is LayerNorm: RMSNorm does not subtract the mean.",
 )
-mistake(
-    "rms-norm",
+rms_norm.mistake(
     "the root is taken for a constant",
     {"dx = inverse * (scaled - normed * along)": "dx = inverse * scaled"},
     says="x also changes the root by which its token is divided: dx loses its part along x.",
 )
-mistake(
-    "rms-norm",
+rms_norm.mistake(
     "a sum for the mean in dx",
     {"(scaled * normed).mean(": "(scaled * normed).sum("},
     says="The root holds a mean of squares: the part along x is a mean over the channels, too.",
 )
-mistake(
-    "rms-norm",
+rms_norm.mistake(
     "the weight is left out of dx",
     {"scaled = upper * weight.float()": "scaled = upper"},
     says="The gradient passes the weight before it reaches the norm: start from dy · weight.",
 )
-mistake(
-    "rms-norm",
+rms_norm.mistake(
     "dweight of a token's row",
     {".flatten(0, -2).sum(0)": ".sum(0)"},
     says="dweight is summed over every leading axis, so that one number per channel is left.",
 )
-mistake(
-    "rms-norm",
+rms_norm.mistake(
     "dweight of x",
     {"dweight = (upper * normed)": "dweight = (upper * wide)"},
     says="What the weight multiplies is the normalised token, not x.",
 )
-mistake(
-    "rms-norm",
+rms_norm.mistake(
     "computed in the inputs' dtype",
     {"wide, upper = x.float(), dy.float()": "wide, upper = x, dy"},
     says="With 16-bit inputs every intermediate result was rounded to 16 bits: convert to 32 first.",
 )
-mistake(
-    "rms-norm",
+rms_norm.mistake(
     "float16 is not widened",
     {"x.float(), dy.float()": "[each.float() if x.dtype == torch.bfloat16 else each for each in (x, dy)]"},
     says="float16 needs 32 bits, too: it ends at 65,504, and the square of 300 is more.",
 )
-mistake(
-    "rms-norm",
+rms_norm.mistake(
     "dweight in the dtype of x",
     {"dweight.to(weight.dtype)": "dweight.to(x.dtype)"},
     says="dweight belongs to the weight, whose dtype need not be that of x.",
 )
-mistake(
-    "rms-norm",
+rms_norm.mistake(
     "dweight from y",
     {"dweight = (upper * normed)": "dweight = (upper * (normed * weight.float()) / weight.float())"},
     says="y / weight is the normalised token only where the weight is not 0: keep the token itself.",
 )
-mistake(
-    "rms-norm",
+rms_norm.mistake(
     "results in 32 bits",
     {"(normed * weight.float()).to(x.dtype), dx.to(x.dtype)": "normed * weight.float(), dx"},
     says="y and dx go back to the dtype of x: what follows in the model has 16 bits.",
 )
 
 
-@mistake("rms-norm", "by autograd", expect="without autograd")
+@rms_norm.mistake("by autograd", expect="without autograd")
 def by_autograd(x, weight, dy, eps):
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     with torch.enable_grad():
@@ -88,7 +82,7 @@ def by_autograd(x, weight, dy, eps):
     return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
 
 
-@alternative("rms-norm", "quotient rule in 64 bits")
+@rms_norm.alternative("quotient rule in 64 bits")
 def quotient_rule(x, weight, dy, eps):
     wide, scale, upper = x.double(), weight.double(), dy.double()
     root = torch.sqrt((wide * wide).sum(-1, keepdim=True) / x.shape[-1] + eps)
@@ -98,7 +92,7 @@ def quotient_rule(x, weight, dy, eps):
     return (wide / root * scale).to(x.dtype), dx.to(x.dtype), dweight.to(weight.dtype)
 
 
-@alternative("rms-norm", "token by token, with the Jacobian")
+@rms_norm.alternative("token by token, with the Jacobian")
 def with_jacobian(x, weight, dy, eps):
     y, dx, dweight = torch.empty_like(x), torch.empty_like(x), torch.zeros(len(weight))
     hidden = x.shape[-1]
@@ -112,7 +106,7 @@ def with_jacobian(x, weight, dy, eps):
     return y, dx, dweight.to(weight.dtype)
 
 
-@alternative("rms-norm", "a list, norms by vector_norm")
+@rms_norm.alternative("a list, norms by vector_norm")
 def by_vector_norm(x, weight, dy, eps):
     hidden, upper = x.shape[-1], dy.to(torch.float32)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -126,8 +120,9 @@ def by_vector_norm(x, weight, dy, eps):
 
 # Rotary embedding.
 
-mistake(
-    "rotary",
+rotary = KnownAnswers("rotary")
+
+rotary.mistake(
     "layouts exchanged",
     {
         "if interleaved else halves": "if not interleaved else halves",
@@ -135,8 +130,7 @@ mistake(
     },
     says="The two layouts are exchanged: interleaved pairs are neighbours, 2i and 2i + 1.",
 )
-mistake(
-    "rotary",
+rotary.mistake(
     "the second layout for both",
     {
         "if interleaved else halves": "if False else halves",
@@ -144,32 +138,27 @@ mistake(
     },
     says="interleaved changes nothing: with True, pair i is channels 2i and 2i + 1.",
 )
-mistake(
-    "rotary",
+rotary.mistake(
     "interleaved pairs come back as halves",
     {"torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)": "torch.cat(turned, -1)"},
     says="The rotated channels must go back to their places, 2i and 2i + 1.",
 )
-mistake(
-    "rotary",
+rotary.mistake(
     "exponent without the 2",
     {" * 2 / x.shape[-1]": " / x.shape[-1]"},
     says="The exponent runs from 0 to nearly 1 over head_dim/2 pairs: it is 2i / head_dim.",
 )
-mistake(
-    "rotary",
+rotary.mistake(
     "turned the other way",
     {"a * cos - b * sin, a * sin + b * cos": "a * cos + b * sin, b * cos - a * sin"},
     says="The rotation has the wrong sense: (a, b) becomes (a cos - b sin, a sin + b cos).",
 )
-mistake(
-    "rotary",
+rotary.mistake(
     "places for positions",
     {"positions.float()": "torch.arange(len(x)).float()"},
     says="The angle comes from a token's position, not from its place in the batch.",
 )
-mistake(
-    "rotary",
+rotary.mistake(
     "angles in the dtype of x",
     {
         "positions.float()[:, None, None] * frequencies": (
@@ -178,8 +167,7 @@ mistake(
     },
     says="With 16-bit x the angles had 16 bits, too few even for position 301: compute them in 32.",
 )
-mistake(
-    "rotary",
+rotary.mistake(
     "in place",
     {
         "together = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)": (
@@ -188,14 +176,12 @@ mistake(
     },
     says="For 32-bit x, x.float() is x itself, which belongs to the caller: write into a copy.",
 )
-mistake(
-    "rotary",
+rotary.mistake(
     "cosines in the dtype of x",
     {"angles.cos(), angles.sin()": "angles.cos().to(x.dtype), angles.sin().to(x.dtype)"},
     says="Cosines and sines were rounded to 16 bits before the products: round once, at the end.",
 )
-mistake(
-    "rotary",
+rotary.mistake(
     "a table of 4,096 positions",
     {
         "positions.float()[:, None, None] * frequencies": (
@@ -204,8 +190,7 @@ mistake(
     },
     expect="out of bounds",
 )
-mistake(
-    "rotary",
+rotary.mistake(
     "frequencies kept by head_dim",
     {
         "frequencies = base": "frequencies = vars(rotate).setdefault(str(x.shape[-1]), base",
@@ -213,15 +198,14 @@ mistake(
     },
     says="What is kept from call to call must be kept by base, too: two models of one head_dim may differ in it.",
 )
-mistake(
-    "rotary",
+rotary.mistake(
     "results in 32 bits",
     {"together.to(x.dtype)": "together"},
     says="The result goes back to the dtype of x: only the angles and the products need 32 bits.",
 )
 
 
-@alternative("rotary", "complex numbers")
+@rotary.alternative("complex numbers")
 def by_complex(x, positions, base, interleaved):
     half = x.shape[-1] // 2
     angles = torch.outer(positions.float(), base ** (torch.arange(half) * -2 / x.shape[-1]))[:, None]
@@ -233,7 +217,7 @@ def by_complex(x, positions, base, interleaved):
     return (turned.flatten(-2) if interleaved else torch.cat(turned.unbind(-1), -1)).to(x.dtype)
 
 
-@alternative("rotary", "tables and a rotated half")
+@rotary.alternative("tables and a rotated half")
 def by_tables(x, positions, base, interleaved):
     dim, wide = x.shape[-1], x.float()
     inverse = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
@@ -246,7 +230,7 @@ def by_tables(x, positions, base, interleaved):
     return (wide * angles.cos()[:, None] + other * angles.sin()[:, None]).to(x.dtype)
 
 
-@alternative("rotary", "one layout by a permutation of the other")
+@rotary.alternative("one layout by a permutation of the other")
 def by_permutation(x, positions, base, interleaved):
     half = x.shape[-1] // 2
     order = torch.arange(2 * half).view(half, 2).T.flatten() if interleaved else torch.arange(2 * half)

@@ -1,9 +1,10 @@
 """Spoilers of lab 25: kernels over numbers and rows."""
 
-from course.lab25_kernels.tried import right, wrong
+from course.lab25_kernels.tried import KernelAnswers
 
-wrong(
-    "bias-relu",
+bias_relu = KernelAnswers("bias-relu")
+
+bias_relu.mistake(
     "no mask",
     {
         "tl.load(x + place, mask=inside, other=0.0)": "tl.load(x + place)",
@@ -12,33 +13,18 @@ wrong(
     },
     expect="mask every load and store",
 )
-wrong(
-    "bias-relu",
-    "store not masked",
-    {"tl.maximum(shifted, 0.0), mask=inside)": "tl.maximum(shifted, 0.0))"},
-    expect="stores y",
+bias_relu.mistake(
+    "store not masked", {"tl.maximum(shifted, 0.0), mask=inside)": "tl.maximum(shifted, 0.0))"}, expect="stores y"
 )
-wrong("bias-relu", "mask of one too many", {"place < n": "place <= n"}, expect="mask every load and store")
-wrong(
-    "bias-relu",
-    "every program computes the first tile",
-    {"tl.program_id(0) * BLOCK + ": ""},
-    expect="both store to y|never stored",
+bias_relu.mistake("mask of one too many", {"place < n": "place <= n"}, expect="mask every load and store")
+bias_relu.mistake(
+    "every program computes the first tile", {"tl.program_id(0) * BLOCK + ": ""}, expect="both store to y|never stored"
 )
-wrong(
-    "bias-relu",
-    "bias not repeated",
-    {"bias + place % width": "bias + place"},
-    expect="loads bias",
+bias_relu.mistake("bias not repeated", {"bias + place % width": "bias + place"}, expect="loads bias")
+bias_relu.mistake(
+    "no ReLU", {"tl.maximum(shifted, 0.0)": "shifted"}, says="This is x + bias: negative numbers are to be 0."
 )
-wrong(
-    "bias-relu",
-    "no ReLU",
-    {"tl.maximum(shifted, 0.0)": "shifted"},
-    says="This is x + bias: negative numbers are to be 0.",
-)
-wrong(
-    "bias-relu",
+bias_relu.mistake(
     "ReLU before the bias",
     {
         "tl.load(x + place, mask=inside, other=0.0)": "tl.maximum(tl.load(x + place, mask=inside, other=0.0), 0.0)",
@@ -46,27 +32,30 @@ wrong(
     },
     says="The ReLU comes before the bias here; it is max(0, x + bias).",
 )
-right(
-    "bias-relu",
+bias_relu.alternative(
     "in two halves of a tile",
     {
-        """    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        (
+            """    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < n
     shifted = (
         tl.load(x + place, mask=inside, other=0.0)
         + tl.load(bias + place % width, mask=inside, other=0.0)  # the same row again and again
     )
     tl.store(y + place, tl.maximum(shifted, 0.0), mask=inside)
-""": """    for half in range(2):
+"""
+        ): (
+            """    for half in range(2):
         place = tl.program_id(0) * BLOCK + half * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
         inside = place < n
         row = tl.load(bias + place % width, mask=inside, other=0.0)
         shifted = tl.load(x + place, mask=inside, other=0.0) + row
         tl.store(y + place, tl.maximum(shifted, 0.0), mask=inside)
 """
+        )
     },
 )
-right("bias-relu", "where instead of maximum", {"tl.maximum(shifted, 0.0)": "tl.where(shifted > 0, shifted, 0.0)"})
+bias_relu.alternative("where instead of maximum", {"tl.maximum(shifted, 0.0)": "tl.where(shifted > 0, shifted, 0.0)"})
 
 LOOP = """    for start in range(0, width, BLOCK):
         inside = start + lane < width
@@ -84,26 +73,26 @@ ONLINE = """        higher = tl.maximum(largest, value)
     top = tl.max(largest, 0)
     total = tl.sum(total * tl.exp(largest - top), 0)
 """
-wrong(
-    "softmax-rows",
+
+
+softmax_rows = KernelAnswers("softmax-rows")
+
+softmax_rows.mistake(
     "sum not shrunk",
     {"total = total * tl.exp(largest - pivot) + ": "total = total + "},
     says="When a tile brings a higher maximum, the sum so far has to shrink by exp(old - new).",
 )
-wrong(
-    "softmax-rows",
+softmax_rows.mistake(
     "maximum never subtracted",
     {ONLINE: "        total += tl.exp(value)\n    top, total = 0.0, tl.sum(total, 0)\n"},
     says="Without the maximum subtracted, exp overflows from 89 on.",
 )
-wrong(
-    "softmax-rows",
+softmax_rows.mistake(
     "-inf minus -inf",
     {'pivot = tl.where(higher == float("-inf"), 0.0, higher)': "pivot = higher"},
     says="As long as a lane or tile has seen nothing but -inf, its maximum is -inf, and -inf - (-inf) is not a number.",
 )
-wrong(
-    "softmax-rows",
+softmax_rows.mistake(
     "three passes",
     {
         ONLINE: "        largest = tl.maximum(largest, value)\n    top = tl.max(largest, 0)\n"
@@ -112,55 +101,54 @@ wrong(
     },
     expect="x is read 3 times",
 )
-wrong(
-    "softmax-rows",
+softmax_rows.mistake(
     "rows as far apart as they are wide",
     {LANES: LANES.replace("row * x_row", "row * width")},
     says="Rows of x begin x_row numbers apart, not width.",
 )
-wrong(
-    "softmax-rows",
+softmax_rows.mistake(
     "masked lanes count as zero",
     {LANES: LANES.replace('other=float("-inf")', "other=0.0")},
     says="Masked lanes are loaded as 0, which has weight exp(0 - maximum): load them as -inf.",
 )
-right(
-    "softmax-rows",
+softmax_rows.alternative(
     "one maximum for the row",
     {
         LANES: '    largest, total = float("-inf"), 0.0\n' + LOOP,
-        ONLINE: """        higher = tl.maximum(largest, tl.max(value, 0))
+        ONLINE: (
+            """        higher = tl.maximum(largest, tl.max(value, 0))
         pivot = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(largest - pivot) + tl.sum(tl.exp(value - pivot), 0)
         largest = higher
     top = largest
-""",
+"""
+        ),
     },
 )
 
-wrong(
-    "norm-kernels",
+
+norm_kernels = KernelAnswers("norm-kernels")
+
+norm_kernels.mistake(
     "mean over the tile",
     {"tl.sum(value * value, 0) / width + eps": "tl.sum(value * value, 0) / BLOCK + eps"},
     says="The mean is over the width of a row, not over BLOCK lanes.",
 )
-wrong(
-    "norm-kernels",
+norm_kernels.mistake(
     "eps outside the root",
     {"1 / tl.sqrt(tl.sum(value * value, 0) / width + eps)": "1 / (tl.sqrt(tl.sum(value * value, 0) / width) + eps)"},
     says="eps belongs under the root.",
 )
-wrong(
-    "norm-kernels",
+norm_kernels.mistake(
     "all programs add to the first row of partial",
     {
-        "tl.store(partial + program * width + lane, total, mask=inside)": "tl.store(partial + lane, total + "
-        "tl.load(partial + lane, mask=inside, other=0.0), mask=inside)"
+        "tl.store(partial + program * width + lane, total, mask=inside)": (
+            "tl.store(partial + lane, total + tl.load(partial + lane, mask=inside, other=0.0), mask=inside)"
+        )
     },
     expect="both store to partial|not a number",
 )
-wrong(
-    "norm-kernels",
+norm_kernels.mistake(
     "last program's rows not masked",
     {
         "there = inside & (row < rows)": "there = inside",
@@ -168,31 +156,27 @@ wrong(
     },
     expect="mask every load and store",
 )
-wrong(
-    "norm-kernels",
+norm_kernels.mistake(
     "r taken for a constant",
     {"scale * (given * factor - normed * mean)": "scale * given * factor"},
     says="r depends on x as well: without the second term dx is as if it did not.",
 )
-wrong(
-    "norm-kernels",
+norm_kernels.mistake(
     "dy without the weight in the mean",
     {"mean = tl.sum(given * factor * normed, 0)": "mean = tl.sum(given * normed, 0)"},
     says="The mean is of g · x̂, and g is dy times the weight.",
 )
-wrong(
-    "norm-kernels",
+norm_kernels.mistake(
     "weight in the weight's own gradient",
     {"total += given * normed": "total += given * factor * normed"},
     says="dw is the sum of dy · x̂; the weight itself is not in it.",
 )
-right(
-    "norm-kernels",
+norm_kernels.alternative(
     "another order of factors, rsqrt",
     {
-        "scale = 1 / tl.sqrt(tl.sum(value * value, 0) / width + eps)": "scale = tl.rsqrt(tl.sum(value * value, "
-        "0) / width "
-        "+ eps)",
+        "scale = 1 / tl.sqrt(tl.sum(value * value, 0) / width + eps)": (
+            "scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)"
+        ),
         "scale * (given * factor - normed * mean)": "scale * given * factor - scale * normed * mean",
     },
 )

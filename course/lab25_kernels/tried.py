@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from course.kit.answers import answers_of, checked_exercise
-from course.kit.exercises import CheckFailed, alternative, mistake
+from course.kit.exercises import CheckFailed, KnownAnswers
 from course.kit.receipts import Row, row
 from course.shared.kernels import INSTALLED, Traced, launch
 from minillm.model.kernels import tl
@@ -26,21 +26,19 @@ ROUNDING = {
 
 
 def only_with_triton(register: Callable, function: Any) -> None:
-    """Registers an exercise, or one of its answers, where the kernels can run."""
+    """Registers an exercise where its kernels can run."""
     if INSTALLED:
         register(function)
 
 
-def wrong(exercise: str, label: str, edits: dict[str, str], *, says: str = "", expect: str = "") -> None:
-    """`mistake` of a kernel."""
-    if INSTALLED:
-        mistake(exercise, label, says=says, expect=expect)(edited(exercise, edits))
+@dataclass(frozen=True)
+class KernelAnswers(KnownAnswers):
+    """Edits of the master's kernel, registered where kernels can run."""
 
+    here: bool = INSTALLED
 
-def right(exercise: str, label: str, edits: dict[str, str]) -> None:
-    """`alternative` of a kernel."""
-    if INSTALLED:
-        alternative(exercise, label)(edited(exercise, edits))
+    def _add(self, label: str, edits: dict[str, str], says: str = "", expect: str = "") -> Callable[[Any], Any]:
+        return super()._add(label, None, says, expect)(edited(self.exercise, edits) if self.here else None)
 
 
 def edited(exercise: str, edits: dict[str, str]) -> Any:

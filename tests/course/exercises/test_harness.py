@@ -143,19 +143,19 @@ def test_unchecked_exercise_is_caught(fixture_lab, scratch):
 
 
 def test_check_that_accepts_a_mistake_is_caught(fixture_lab):
-    exercises.mistake("fixture-total", "not-wrong", expect="anything")(sum)
+    exercises.KnownAnswers("fixture-total").mistake("not-wrong", expect="anything")(sum)
     with pytest.raises(AssertionError, match="mistake 'not-wrong' of 'fixture-total' is not rejected"):
         harness.check_mistake(exercises.answers("fixture-total")[-1])
 
 
 def test_message_that_does_not_fit_is_caught(fixture_lab):
-    exercises.mistake("fixture-total", "wrong-message", expect="deadlock")(lambda numbers: 0)
+    exercises.KnownAnswers("fixture-total").mistake("wrong-message", expect="deadlock")(lambda numbers: 0)
     with pytest.raises(AssertionError, match="which lacks 'deadlock'"):
         harness.check_mistake(exercises.answers("fixture-total")[-1])
 
 
 def test_rejected_alternative_is_caught(fixture_lab):
-    exercises.alternative("fixture-total", "wrong")(lambda numbers: 0)
+    exercises.KnownAnswers("fixture-total").alternative("wrong")(lambda numbers: 0)
     with pytest.raises(AssertionError, match="alternative 'wrong'"):
         harness.check_alternative(exercises.answers("fixture-total")[-1])
 

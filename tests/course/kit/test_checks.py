@@ -6,14 +6,13 @@ import torch
 
 from course.kit import (
     CheckFailed,
-    alternative,
+    KnownAnswers,
     check,
     checks,
     exercise,
     exercises,
     finish,
     hint,
-    mistake,
     progress,
     receipt,
     row,
@@ -152,8 +151,10 @@ def test_a_known_mistake_lends_its_sentence(capsys):
             raise CheckFailed(f"the sum is {sum(numbers)}", evidence=found)
         return [row("right", True, True)]
 
-    mistake("add-up", "drops the last", says="You left the last number out.")(lambda numbers: sum(numbers[:-1]))
-    mistake("add-up", "largest", says="You took the largest.")(max)
+    KnownAnswers("add-up").mistake("drops the last", says="You left the last number out.")(
+        lambda numbers: sum(numbers[:-1])
+    )
+    KnownAnswers("add-up").mistake("largest", says="You took the largest.")(max)
     check("add-up", lambda numbers: sum(numbers) - numbers[-1])
     out = capsys.readouterr().out
     assert "the sum is" in out and "You left the last number out." in out
@@ -333,15 +334,15 @@ def test_registration_refuses_bad_input(double):
 
 
 def test_answers_are_kept_by_exercise(double):
-    mistake("double-it", "triples", expect="measured 9")(lambda x: 3 * x)
-    alternative("double-it", "shift")(lambda x: x << 1)
+    KnownAnswers("double-it").mistake("triples", expect="measured 9")(lambda x: 3 * x)
+    KnownAnswers("double-it").alternative("shift")(lambda x: x << 1)
     assert [(answer.label, answer.expect) for answer in exercises.answers("double-it")] == [
         ("triples", "measured 9"),
         ("shift", ""),
     ]
     for vague in ({}, {"says": "a", "expect": "a"}):
         with pytest.raises(ValueError, match=r"needs says=.* or expect="):
-            mistake("double-it", "vague", **vague)
+            KnownAnswers("double-it").mistake("vague", **vague)
 
 
 def test_lab_modules_are_imported_when_asked_for(tmp_path, monkeypatch):
