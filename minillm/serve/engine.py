@@ -45,6 +45,7 @@ class LLM:
         check_scheduling(settings.scheduler, scheduling)
         settings = prepare_model(model, settings)
         self.model, self.tokenizer, self.clock = model, settings.tokenizer, settings.clock
+        self.device = weight_of(model).device
         self.adapters, self.backend = settings.adapters, settings.backend
         scheduling = gpu_limits(model, scheduling) | scheduling
         self.pool = build_pool(model, settings, scheduling)
@@ -143,7 +144,7 @@ class LLM:
 
     def advance(self) -> None:
         """One step, whatever it computes; what ends in it waits for `step`. One thread at a time is in here."""
-        with self.stepping, gpu_of(weight_of(self.model).device):
+        with self.stepping, gpu_of(self.device):
             if self.interrupted:
                 self.core.recover(self.interrupted)
             self.interrupted = "the step was interrupted"

@@ -59,15 +59,16 @@ class Request:
 class Sample(Sequence):
     """One of a request's n samples: a sequence whose tokens behind the prompt are the answer.
 
-    draw: its random numbers. push: the tokenizer's stream, token ids in, finished text out. text: the answer's so far,
-    up to a stop text. logprobs: of each token of the answer, its own and those of the likeliest, if they were asked
-    for. reason: see `Answer`; None = it goes on. passes: forward passes that gave it tokens. drafted, accepted: draft
-    tokens checked in them, and how many were right. drafting: what `Speculation` knows of it.
+    draw: its random numbers. plain: it wants the likeliest tokens and only their ids. push: the tokenizer's stream,
+    token ids in, finished text out. text: the answer's, up to a stop text. logprobs: of each token of the answer, its
+    own and those of the likeliest, if asked for. reason: see `Answer`; None = it goes on. passes: forward passes that
+    gave it tokens. drafted, accepted: draft tokens checked in them, and how many were right. drafting: `Speculation`'s.
     """
 
     request: Request
     index: int
     draw: Draw
+    plain: bool = False
     push: Callable[..., str] | None = None
     text: str = ""
     logprobs: list[tuple[float, tuple]] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Sample(Sequence):
         request, tokens = self.request, self.tokens
         if token.id in request.stop_tokens:
             return "stop"
-        if request.params.logprobs is not None:
+        if not self.plain and request.params.logprobs is not None:
             self.logprobs.append((token.logprob, token.top))  # before the id, see `answer`
         tokens.append(token.id)
         if self.push is not None:
@@ -143,7 +144,7 @@ def new_request(
     seed = secrets.randbits(63) if params.seed is None else params.seed
     request = Request(tokens, params, seed, frozenset(stops), now, timeout_s, awaited, salt)
     shared = {"priority": priority, "request": request, "origin": cache_namespace(adapter and adapter.cache_key, salt)}
-    shared["adapter"] = adapter and adapter.number
+    shared |= {"adapter": adapter and adapter.number, "plain": params.greedy_only and not params.first_tokens}
     for index in range(params.n):
         own = {"index": index, "draw": Draw(sample_seed(seed, index)), "push": tokenizer and tokenizer.stream()}
         request.samples.append(Sample(list(tokens), limit, **shared, **own))

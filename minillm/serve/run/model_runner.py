@@ -156,9 +156,8 @@ class Runner:
 
     def _attention(self, step: StepInputs, there: dict[str, Tensor]) -> AttentionFunction:
         """there: slots and rows, on the device."""
-        ends = step.starts + step.counts
-        widest = min(-(-int(ends.max()) // self.cache.block_size), self.tables.host.shape[1])
-        sizes, each = {"query_lens": step.counts.tolist(), "context_lens": ends.tolist()}, []
+        sizes, each = {"query_lens": step.counts.tolist(), "context_lens": (step.starts + step.counts).tolist()}, []
+        widest = min(-(-max(sizes["context_lens"]) // self.cache.block_size), self.tables.host.shape[1])
         for first, (name, cache) in zip((0, self.rows), self.caches.items(), strict=False):
             block_table = self.tables.on_device[first:, :widest].index_select(0, there["rows"])
             prepare = partial(prepare_pass, self.backend, block_table=block_table, **sizes)

@@ -83,25 +83,24 @@ class InputBuilder:
     def build(self, step: Step, *, sampled: bool = True, hidden: bool = False) -> StepInputs:
         """The inputs of a step whose drafts are made, and `step.ready`. Counts what its sequences put through the
         model (`forwarded`), and takes a random number for each sample if tokens are to be sampled."""
-        flat: list[int] = []
-        wanted: list[int] = []
+        flat, wanted = [], []
         ready, drafts = step.ready, step.drafts
         for place, ((sequence, count), start) in enumerate(zip(step.plan.batch, step.starts, strict=True)):
             sequence.forwarded += count
+            tokens = sequence.tokens
             if count == 1:  # as in nearly all steps
-                flat.append(sequence.tokens[start])
+                flat.append(tokens[start])
             else:
-                flat += [*sequence.tokens[start : start + count], *drafts.get(place, ())]
-            num_drafts = start + count - len(sequence.tokens)
+                flat += [*tokens[start : start + count], *drafts.get(place, ())]
+            num_drafts, first, last = start + count - len(tokens), len(wanted), len(flat) - 1
             if num_drafts >= 0:
-                ready.append((sequence, place, len(wanted), len(wanted) + 1 + num_drafts))
-                wanted += range(len(flat) - 1 - num_drafts, len(flat) - 1) if num_drafts else ()
-                wanted.append(len(flat) - 1)
+                wanted += range(last - num_drafts, last + 1) if num_drafts else (last,)
+                ready.append((sequence, place, first, first + 1 + num_drafts))
         places, blocks = self.table_rows.take_changes()
-        step.forks = any([sample.num_seqs > 1 for sample, _, _, _ in ready])
-        params = [sample.request.params for sample, _, _, _ in ready]
-        allowed_rows, allowed_ids = allowed_first(ready) if any([each.first_tokens for each in params]) else NO_IDS
-        is_greedy = all([each.greedy_only for each in params])
+        special = [s for s, _, _, _ in ready if s.num_seqs > 1 or not s.plain]
+        step.forks = any(s.num_seqs > 1 for s in special)
+        is_greedy = all(s.request.params.greedy_only for s in special)
+        allowed_rows, allowed_ids = allowed_first(ready) if special else NO_IDS
         sampling = self._sampling(step, is_greedy) if sampled and step.ready else None
         moves = self.pool.take_moves()  # last: if anything above raises, the next step carries them out
         return StepInputs(

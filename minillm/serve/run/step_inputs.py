@@ -22,7 +22,7 @@ from minillm.serve.run.penalties import Penalties, penalties_of
 Row = tuple[SamplingParams, Sequence[int], Draw]  # what a request asks for; its prompt and answer so far; its draws
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SamplingInputs:
     """How t tokens are sampled from the logits of a step. All arrays but logits_rows are None if every request is
     greedy (`SamplingParams.greedy_only`).
@@ -71,7 +71,7 @@ def sampling_inputs(
     )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepInputs:
     """One forward pass over the n tokens of s sequences, one sequence after the other. All arrays are int64.
 

@@ -52,8 +52,7 @@ def current_gpu(monkeypatch):
 
 def on_second_gpu(llm, current_gpu):
     """An engine that says its model is on cuda:1; returns where its passes are launched."""
-    weight = SimpleNamespace(device=torch.device("cuda", 1))
-    llm.model = SimpleNamespace(parameters=lambda: iter([weight]))
+    llm.device = torch.device("cuda", 1)
     launched, forward = [], llm.runner._forward
 
     def noting(*given):
