@@ -77,6 +77,12 @@ int4_groups.mistake(
     expect="a group of zeros has the scale 1, and yours is 1.*e-08",
 )
 int4_groups.mistake(
+    "small scales count as 0",
+    {"scale == 0, 1, scale": "scale < 1e-3, 1, scale"},
+    says="A group of small weights got the scale 1, and all its codes are 0.",
+)
+int4_groups.mistake("weights in float64", {"halves.float()": "halves.double()"}, expect="asks for weights, float32")
+int4_groups.mistake(
     "8 not cut to 7",
     {".clamp(-8, 7)": ""},
     says="Codes of 8 were not cut to 7: stored as 16 they have a fifth bit, which runs over into the "
