@@ -63,7 +63,7 @@ def two_functions(learner: Any, names: str) -> tuple[Callable, Callable]:
 def check_int4(learner: Any) -> Receipt:
     quantize, dequantize = two_functions(learner, "quantize_int4, dequantize_int4")
     rows = []
-    for outputs, inputs, group in ((1, 4, 4), (3, 16, 8), (random.randint(5, 9), 16 * random.randint(3, 6), 16)):
+    for outputs, inputs, group in ((1, 4, 4), (3, 16, 8), (random.randint(5, 9), 16 * random.randint(5, 7), 16)):
         weight = _weights_for_int4(outputs, inputs, group)
         name = f"{outputs} x {inputs}, groups of {group}"
         rows += _judge_int4(quantize, dequantize, weight, group, name)

@@ -49,7 +49,7 @@ int8_kv.mistake("0 / 0 in a row of zeros", {"scale = torch.where(scale == 0, 1, 
 int8_kv.mistake(
     "rows of small keys count as zeros",
     {"scale == 0, 1, scale": "scale < 1e-5, 1, scale"},
-    says="Only a row of zeros has the scale 1; here a row of small keys has it, too.",
+    says="A row of small keys was taken for zeros, and is lost.",
 )
 int8_kv.mistake("codes as floats", {"codes.to(torch.int8)": "codes"}, expect="int8 \\[tokens")
 int8_kv.mistake("scale with its dimension kept", {".to(torch.int8), scale": ".to(torch.int8), scale[..., None]"},
