@@ -46,7 +46,8 @@ def check_awq(learner: Callable) -> Receipt:
             wrong = wrong or f"{said}{errors[best]:.4g}, and without factors {errors[0]:.4g}."
         if error < 0.98 * errors[best]:
             said = f"{name}: your factors leave an output error of {error:.4g}, and no candidate less than "
-            wrong = wrong or f"{said}{errors[best]:.4g}: mean|x|^α, α from 0 to 1, both included, in {steps} steps."
+            said += f"{errors[best]:.4g}: candidates are mean|x|^α, α from 0 to 1, both included, in {steps} steps."
+            wrong = wrong or said
         rows.append(
             row(f"{name}: output error / without factors", errors[best] / errors[0], error / errors[0], "", 1e-3)
         )
