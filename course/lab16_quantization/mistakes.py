@@ -123,6 +123,17 @@ def _into_place(packed, scale):
 
 
 int4_groups.alternative("group by group, remainders instead of bits")((_by_output, _into_place))
+
+
+def _by_floor(weight, group):
+    scale = (weight.view(len(weight), -1, group).abs().amax(2) / 7.5).bfloat16()
+    scale = scale.masked_fill(scale == 0, 1)
+    steps = weight / scale.float().repeat_interleave(group, 1)
+    codes = (steps + 8.5).floor().clamp(0, 15).to(torch.uint8)
+    return codes[:, ::2] + 16 * codes[:, 1::2], scale
+
+
+int4_groups.alternative("rounded by floor")((_by_floor, _into_place))
 int4_groups.alternative("scales spread over the weights")((right.quantize_int4, _into_place))
 
 # NF4.

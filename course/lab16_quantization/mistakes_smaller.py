@@ -236,6 +236,13 @@ def rank_by_rank(weight, error):
             return left, right_
 
 
+@low_rank.alternative("in float32")
+def in_float32(weight, error):
+    u, values, v = torch.linalg.svd(weight.float(), full_matrices=False)
+    kept = next((r for r in range(len(values)) if values[r:].norm() <= error * values.norm()), len(values))
+    return u[:, :kept] * values[:kept], v[:kept]
+
+
 @low_rank.alternative("eigenvectors of W Wᵀ")
 def eigenvectors(weight, error):
     values, vectors = torch.linalg.eigh(weight @ weight.T)
