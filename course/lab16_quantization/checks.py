@@ -63,12 +63,23 @@ def two_functions(learner: Any, names: str) -> tuple[Callable, Callable]:
 def check_int4(learner: Any) -> Receipt:
     quantize, dequantize = two_functions(learner, "quantize_int4, dequantize_int4")
     rows = []
-    for outputs, inputs, group in ((1, 4, 4), (3, 8, 4), (random.randint(5, 9), 8 * random.randint(5, 11), 8)):
-        weight = torch.randn(outputs, inputs) * torch.rand(outputs, 1)
-        weight[-1, :group] = 0
+    for outputs, inputs, group in ((1, 4, 4), (3, 16, 8), (random.randint(5, 9), 16 * random.randint(5, 7), 16)):
+        weight = _weights_for_int4(outputs, inputs, group)
         name = f"{outputs} x {inputs}, groups of {group}"
         rows += _judge_int4(quantize, dequantize, weight, group, name)
     return receipt("int4 in groups, two codes to a byte", rows, open_rows=2)
+
+
+def _weights_for_int4(outputs: int, inputs: int, group: int) -> Tensor:
+    """The last output begins with a group of zeros, the first ends with one of tiny weights. No weight lies halfway
+    between two codes, where rounding in another order would choose the other one."""
+    while True:
+        weight = torch.randn(outputs, inputs) * torch.rand(outputs, 1)
+        weight[0, -group:] *= 1e-6
+        weight[-1, :group] = 0
+        steps = weight / Int(bits=4, group=group).grid(weight).spread(inputs).scale
+        if float((steps.abs() % 1 - 0.5).abs().min()) > 1e-5:
+            return weight
 
 
 def _judge_int4(quantize: Callable, dequantize: Callable, weight: Tensor, group: int, name: str) -> list:
@@ -90,9 +101,10 @@ def _judge_int4(quantize: Callable, dequantize: Callable, weight: Tensor, group:
         said = f"{name}: byte {byte} of output {row_} is {theirs[place]:08b} in binary; codes {pair} make it "
         raise CheckFailed(f"{said}{ours[place]:08b}.", evidence=packed)
     back = dequantize(packed, scale)
-    expect(isinstance(back, Tensor) and back.shape == weight.shape, back, f"weights, {list(weight.shape)}", name)
+    fits = isinstance(back, Tensor) and back.shape == weight.shape and back.dtype == torch.float32
+    expect(fits, back, f"weights, float32 {list(weight.shape)}", f"{name}: dequantize_int4")
     right = format.decode(codes, wide)
-    if not torch.equal(back.float(), right):
+    if not torch.equal(back, right):
         row_, place = divmod(int((back != right).flatten().float().argmax()), inputs)
         said = f"{name}: weight {place} of output {row_} comes back as {back[row_, place]:.4f}, "
         raise CheckFailed(f"{said}and its code stands for {right[row_, place]:.4f}.", evidence=back)
@@ -145,13 +157,14 @@ def check_nf4(learner: Any) -> Receipt:
         said = f"your levels are off by up to {off:.1e}: level {place} is {levels[place]:.6f}, and the paper's table "
         raise CheckFailed(f"{said}says {published[place]:.6f}.", evidence=levels)
     rows = [row("levels equal to the paper's table within 1e-6", True, off <= 1e-6)]
-    for blocks, block in ((1, 8), (3, 16), (random.randint(4, 9), random.choice((24, 40, 64)))):
+    for blocks, block in ((2, 8), (3, 16), (random.randint(4, 9), random.choice((24, 40, 64)))):
         weight = torch.randn(blocks, block) * torch.rand(blocks, 1)
         weight[0, 0] = -2 * weight[0].abs().max()
-        weight = weight.flatten()
-        if blocks > 1:
-            weight[-block:] = 0
-        rows += _judge_nf4(quantize, weight, block, f"{blocks} blocks of {block}")
+        weight[-1] = 0
+        rows += _judge_nf4(quantize, weight.flatten(), block, f"{blocks} blocks of {block}")
+    middles = (published[1:] + published[:-1]) / 2
+    beside = torch.cat((torch.tensor([1.0]), middles - 5e-5, middles + 5e-5)) * random.uniform(0.5, 2)
+    rows += _judge_nf4(quantize, beside, len(beside), "1 block of weights beside the middles between levels")
     return receipt("16 levels for normally distributed weights", rows, open_rows=2)
 
 

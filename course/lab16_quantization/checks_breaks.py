@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 
-import torch
+from torch import Tensor
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
@@ -11,6 +12,7 @@ from course.kit.receipts import Receipt, receipt, row
 from course.lab16_quantization import experiments_breaks as breaks
 
 ANSWERS = answers_of("16_quantization")
+MEAN = 0.06  # of weights: three times their spread, so nearly all have one sign
 
 
 @exercise(
@@ -26,13 +28,14 @@ ANSWERS = answers_of("16_quantization")
 )
 def check_verdict(learner: Callable) -> Receipt:
     rows = []
-    for outputs, inputs, group in (
-        (64, 96, 32),
-        (128, 64, 64),
-        (40 * random.randint(2, 4), 40 * random.randint(2, 3), 40),
+    for outputs, inputs, group, mean, off in (
+        (64, 96, 32, 0.0, 1),
+        (128, 64, 64, MEAN, -1),
+        (40 * random.randint(2, 4), 40 * random.randint(2, 3), 40, -MEAN, random.choice((1, -1))),
     ):
-        for name, program in breaks.PROGRAMS.items():
-            weight, rounded = _case(name, program, outputs, inputs, group)
+        programs = breaks.PROGRAMS | {"E": partial(breaks.zero_off_by_one, off=off)}
+        for name, program in programs.items():
+            weight, rounded = _case(name, program, outputs, inputs, group, mean)
             said, right = learner(weight, rounded, group), breaks.BUGS[name]
             if said not in breaks.VERDICTS:
                 told = ", ".join(map(repr, breaks.VERDICTS))
@@ -44,16 +47,17 @@ def check_verdict(learner: Callable) -> Receipt:
     return receipt("verdicts", rows)
 
 
-def _case(name: str, program: Callable, outputs: int, inputs: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights before and after; one scale for all of them makes use of all 16 values, not of fewer."""
+def _case(name: str, program: Callable, outputs: int, inputs: int, group: int, mean: float) -> tuple[Tensor, Tensor]:
+    """Weights before and after. One scale for all of them makes use of all 16 values where the mean is 0, and of few
+    elsewhere. Outliers are added to weights around 0 alone: else a group's errors have a mean, too."""
     while True:
-        weight = breaks.weights_for(name, outputs, inputs)
+        weight = breaks.weights_for(name, outputs, inputs) + (0 if name == "B" else mean)
         rounded = program(weight, group)
-        if breaks.BUGS[name] != breaks.VERDICTS[1] or len(rounded.unique()) == 16:
+        if mean or breaks.BUGS[name] != breaks.TENSOR or len(rounded.unique()) == 16:
             return weight, rounded
 
 
-def _say(weight: torch.Tensor, rounded: torch.Tensor, group: int) -> str:
+def _say(weight: Tensor, rounded: Tensor, group: int) -> str:
     groups = rounded.unflatten(1, (-1, group))
     error = groups - weight.unflatten(1, (-1, group))
     most = max(len(values.unique()) for values in groups.flatten(0, 1))

@@ -32,11 +32,16 @@ def along_outputs(weight: Tensor, group: int) -> Tensor:
     return sound(weight.T.contiguous(), group).T.contiguous()
 
 
-def zero_off_by_one(weight: Tensor, group: int) -> Tensor:
-    """Codes are turned back with zero points that are one too large (AutoGPTQ's first layout stores them minus one)."""
+def with_zero_point(weight: Tensor, group: int, off: int = 0) -> Tensor:
+    """int4 in groups of inputs, turned back with zero points that are `off` too large."""
     format = Int(bits=4, group=group, symmetric=False)
     wide = format.grid(weight).spread(weight.shape[1])
-    return format.decode(format.encode(weight, wide), wide._replace(zero=wide.zero + 1))
+    return format.decode(format.encode(weight, wide), wide._replace(zero=wide.zero + off))
+
+
+def zero_off_by_one(weight: Tensor, group: int, off: int = 1) -> Tensor:
+    """One too large, or with off=-1 too small: AutoGPTQ's first layout stores zero points minus one."""
+    return with_zero_point(weight, group, off)
 
 
 def with_nf4(weight: Tensor, group: int) -> Tensor:
@@ -48,7 +53,7 @@ PROGRAMS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "A": one_scale,
     "B": sound,
     "C": along_outputs,
-    "D": sound,
+    "D": with_zero_point,
     "E": zero_off_by_one,
     "F": with_nf4,
 }

@@ -48,11 +48,12 @@ def grid_of_a_row(bits: int = 4, group: int = 32, outlier: float = 5.0) -> Figur
     upper.plot(40, outlier, linestyle="", marker="D", color=PALETTE["vermillion"], label="the outlier")
     upper.set_ylabel("weight")
     upper.legend(loc="upper right")
+    reach = max(1.2, 1.1 * float(np.abs(rounded - weight).max()))
     lower.bar(range(SHOWN), rounded - weight, width=0.9, color=PALETTE["orange"])
-    lower.set(ylabel="error", xlabel="input of one output", ylim=(-1.2, 1.2), xlim=(-1, SHOWN))
+    lower.set(ylabel="error", xlabel="input of one output", ylim=(-reach, reach), xlim=(-1, SHOWN))
     snr = 10 * math.log10(float((weight**2).sum() / max(((rounded - weight) ** 2).sum(), 1e-12)))
     setting = f"{predict.bits_per_weight(bits, group):g} bits per weight, signal to noise {snr:.1f} dB"
-    headline(upper, "An outlier coarsens the steps of its group, and of no other", setting)
+    headline(upper, "An outlier coarsens the steps of its own group", setting)
     return figure
 
 

@@ -15,18 +15,25 @@ from minillm.quantize.prune import low_rank, magnitude_mask, two_of_four_mask
 INT4_BITS = predict.bits_per_weight(4, 128)
 HEAD_8B = 128256 * 4096  # weights of the output head, which stay in 16 bits
 
-# The 8B model as it is, with 4-bit weights and 16-bit products, and with 8-bit weights and inputs (an H100 multiplies
-# numbers of 8 bits twice as fast: 1,979 TFLOP/s, NVIDIA's datasheet). The head stays in 16 bits.
+# The 8B model as it is, with 4-bit weights and 16-bit products, and with 8-bit weights and inputs. An H100 multiplies
+# numbers of 8 bits twice as fast (1,979 TFLOP/s, NVIDIA's datasheet), so such a weight counts as half of one of 16. The
+# head and attention's products stay in 16 bits.
 PLAIN = H100_8B
-EIGHT = replace(H100_8B, weight_bytes=H100_8B.parameters - HEAD_8B + HEAD_8B * 2, flops=2 * H100_8B.flops)
+LAYERS_8B = H100_8B.parameters - HEAD_8B
+EIGHT = replace(H100_8B, weight_bytes=LAYERS_8B + HEAD_8B * 2, parameters=LAYERS_8B / 2 + HEAD_8B)
 
 
 def with_bits(bits: float) -> StepCost:
     """The 8B model with weights of so many bits and products of 16."""
-    return replace(H100_8B, weight_bytes=(H100_8B.parameters - HEAD_8B) * bits / 8 + HEAD_8B * 2)
+    return replace(H100_8B, weight_bytes=LAYERS_8B * bits / 8 + HEAD_8B * 2)
 
 
 FOUR = with_bits(INT4_BITS)
+
+
+def prompt_seconds(cost: StepCost, tokens: int) -> float:
+    """Seconds of a prompt of the 8B model. Only its last token goes through the head."""
+    return replace(cost, parameters=cost.parameters - HEAD_8B * (1 - 1 / tokens)).step([(0, tokens)])
 
 
 def knee(cost: StepCost, context: int = 0) -> float:

@@ -77,6 +77,12 @@ int4_groups.mistake(
     expect="a group of zeros has the scale 1, and yours is 1.*e-08",
 )
 int4_groups.mistake(
+    "small scales count as 0",
+    {"scale == 0, 1, scale": "scale < 1e-3, 1, scale"},
+    says="A group of small weights got the scale 1, and all its codes are 0.",
+)
+int4_groups.mistake("weights in float64", {"halves.float()": "halves.double()"}, expect="asks for weights, float32")
+int4_groups.mistake(
     "8 not cut to 7",
     {".clamp(-8, 7)": ""},
     says="Codes of 8 were not cut to 7: stored as 16 they have a fifth bit, which runs over into the "
@@ -117,6 +123,17 @@ def _into_place(packed, scale):
 
 
 int4_groups.alternative("group by group, remainders instead of bits")((_by_output, _into_place))
+
+
+def _by_floor(weight, group):
+    scale = (weight.view(len(weight), -1, group).abs().amax(2) / 7.5).bfloat16()
+    scale = scale.masked_fill(scale == 0, 1)
+    steps = weight / scale.float().repeat_interleave(group, 1)
+    codes = (steps + 8.5).floor().clamp(0, 15).to(torch.uint8)
+    return codes[:, ::2] + 16 * codes[:, 1::2], scale
+
+
+int4_groups.alternative("rounded by floor")((_by_floor, _into_place))
 int4_groups.alternative("scales spread over the weights")((right.quantize_int4, _into_place))
 
 # NF4.

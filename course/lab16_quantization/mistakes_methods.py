@@ -27,6 +27,16 @@ awq_search.mistake(
     says="This minimises the error of the scaled weights, whatever inputs they meet.",
 )
 awq_search.mistake(
+    "sum of sizes",
+    {".square().sum()": ".abs().sum()"},
+    says="The sizes of the errors were added up; in the sum of their squares large errors weigh more.",
+)
+awq_search.mistake(
+    "largest input instead of the mean",
+    {"x.abs().mean(0)": "x.abs().amax(0)"},
+    says="Candidates are powers of the largest |x|, as SmoothQuant takes it; AWQ takes mean|x|.",
+)
+awq_search.mistake(
     "the worst candidate",
     {'float("inf")': 'float("-inf")', "error < least": "error > least"},
     says="This keeps the candidate with the largest error.",
@@ -158,6 +168,12 @@ gptq_columns.mistake(
     says="Only the next column moves; all columns to come do.",
 )  # fmt: skip
 gptq_columns.mistake(
+    "errors stay inside a block of 128 columns",
+    {"left[:, j + 1 :] -=": "left[:, j + 1 : j // 128 * 128 + 128] -=",
+     "upper[j, j + 1 :]": "upper[j, j + 1 : j // 128 * 128 + 128]"},
+    says="Errors stop at the end of a block of 128 columns, and the later blocks have to make good for them, too.",
+)  # fmt: skip
+gptq_columns.mistake(
     "returns what is left",
     {"return rounded": "return left"},
     says="This returns the weights as they were before each was rounded.",
@@ -166,7 +182,7 @@ gptq_columns.mistake("in place", {"weight.clone()": "weight"}, expect="changed i
 gptq_columns.mistake("from the last column", {"range(weight.shape[1])": "reversed(range(weight.shape[1]))"},
         expect="in order")  # fmt: skip
 gptq_columns.mistake(
-    "last column forgotten", {"range(weight.shape[1])": "range(weight.shape[1] - 1)"}, expect="rounded once"
+    "last column forgotten", {"range(weight.shape[1])": "range(weight.shape[1] - 1)"}, expect="all columns are rounded"
 )
 
 
@@ -177,6 +193,15 @@ def in_one(weight, upper, nearest):
         error = (found[:, j] - nearest(found[:, j].clone(), j)) / upper[j, j]
         found[:, j:] = found[:, j:] - torch.outer(error, upper[j, j:])
     return found
+
+
+@gptq_columns.alternative("each column rounded twice: for the result and for the error")
+def rounded_twice(weight, upper, nearest):
+    left, rounded = weight.clone(), []
+    for j, row in enumerate(upper):
+        rounded.append(nearest(left[:, j], j))
+        left -= torch.outer(left[:, j] - nearest(left[:, j], j), row / row[j])
+    return torch.stack(rounded, dim=1)
 
 
 @gptq_columns.alternative("errors kept, columns computed when they are due")

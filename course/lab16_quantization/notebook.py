@@ -68,7 +68,7 @@ guess_sequences = 4  # sequences of 32,768 tokens beside a 4-bit 70B model on on
 show(figures.grid_of_a_row)
 
 # %%
-sliders(figures.grid_of_a_row, bits=(2, 8), group=[8, 16, 32, 64, 128], outlier=(1.0, 12.0))
+sliders(figures.grid_of_a_row, bits=(2, 8), group=[8, 16, 32, 64, 128], outlier=(2.5, 12.0))
 
 # %% [markdown]
 # ### Exercise 1 · groups of four bits, two codes to a byte (20 minutes)
@@ -83,7 +83,7 @@ sliders(figures.grid_of_a_row, bits=(2, 8), group=[8, 16, 32, 64, 128], outlier=
 
 # %%
 def quantize_int4(weight, group):
-    """weight: [out, in], float32 -> (bytes, uint8 [out, in / 2]; scales, bfloat16
+    """weight: [out, in], float32; group: even -> (bytes, uint8 [out, in / 2]; scales, bfloat16
     [out, in / group]).
 
     A group of zeros has the scale 1."""
@@ -180,7 +180,8 @@ def nf4_levels():
 
 def quantize_nf4(weight, block):
     """weight: [n], float32, n a multiple of block -> (codes 0 .. 15, uint8 [n]; the largest |w| of
-    each block, float32 [n / block]). Each weight / largest gets the code of the nearest level."""
+    each block, float32 [n / block]). Each weight / largest gets the code of the nearest level; in
+    a block of zeros any code will do."""
     # BEGIN SOLUTION
     levels = nf4_levels()
     blocks = weight.view(-1, block)
@@ -208,7 +209,7 @@ nf4_levels, quantize_nf4 = check("nf4", (nf4_levels, quantize_nf4))
 # column less the larger its factor is. In use, 1/s is folded into whatever makes x, so it costs nothing. Candidates are
 # s = mean|x|^α for α = 0, 1/steps, 2/steps ... 1. Which one leaves the least error *of the output*?
 #
-# A channel whose inputs were all 0 would get s = 0, and 0/0: count a mean|x| below 1e-4 as 1e-4 (`clamp_min`).
+# A channel whose inputs were all 0 would get s = 0, and 0/0: keep mean|x| above 0, as with `clamp_min(1e-4)`.
 
 
 # %%
@@ -288,15 +289,15 @@ receipts.methods(methods)
 #   which flatters it.) **The text need not follow**: as trained, AWQ's outputs are nearer to the original than those of
 #   rounding to nearest, and its text is worse.
 # - **With outliers rounding to nearest loses many times as much.** Weights 30 times smaller than their group's scale
-#   suggests become 0, and they meet the largest inputs. AWQ finds the planted factors and undoes them; GPTQ keeps the grid
-#   and can only make good elsewhere.
-# - **Without outliers the text hardly notices.** A tenth of a percent between 4-bit methods is less than between two
-#   texts: measure on yours.
+#   suggests become 0, and they meet the largest inputs. AWQ undoes most of the planted factors; GPTQ keeps the grid and
+#   can only make good elsewhere.
+# - **Without outliers the text hardly notices.** A few tenths of a percent between 4-bit methods are less than between
+#   two texts: measure on yours.
 #
 # ## 4 · Keys and values
 #
-# At long contexts a server reads more of the cache than of the weights. Its numbers come one token at a time, so each
-# token's row gets its own scale when it is written; nothing is calibrated.
+# With long contexts and many sequences a server reads more of the cache than of the weights. The cache's numbers come
+# one token at a time, so each token's row gets its own scale when it is written; nothing is calibrated.
 #
 # ### Exercise 5 · int8 keys, one scale per token and head (10 minutes)
 
@@ -342,8 +343,8 @@ receipts.cache(quantize_kv)
 # %%
 def two_of_four(weight):
     """weight: [out, in], in a multiple of 4 -> (values, [out, in / 2]; places 0 .. 3, uint8
-    [out, in / 2]): of every four inputs in a row the two with the largest |w|, in the order of
-    their places."""
+    [out, in / 2]): of every four inputs in a row the two with the largest |w| (of equal ones
+    any), in the order of their places."""
     # BEGIN SOLUTION
     fours = weight.unflatten(1, (-1, 4))
     places = fours.abs().topk(2, dim=-1).indices.sort(dim=-1).values
@@ -380,15 +381,15 @@ spectrum = experiments.spectrum()
 
 
 def tail_of_singular_values():
-    """Error of the best matrix of each rank and of int4, for a layer of the target, by bits."""
+    """Error of each rank's best matrix, of int8 and of int4, for a layer of the target, by bits."""
     return figures.draw_spectrum(spectrum)
 
 
 show(tail_of_singular_values)
 
 # %% [markdown]
-# The singular values of trained weights fall slowly, so cutting the rank is expensive. What has low
-# rank is the *update* in fine-tuning (LoRA). The same target, by every method and without any training afterwards:
+# The singular values of trained weights fall slowly, so cutting the rank is expensive. What can often be kept at low rank
+# is the *update* in fine-tuning (LoRA). The same target by every method, without training afterwards:
 
 # %%
 receipts.leaving_out()
@@ -404,7 +405,7 @@ receipts.leaving_out()
 #
 # ## 6 · Speed
 #
-# Everything on one picture: bytes, error and speed of the target in each format, one sequence being decoded on one thread.
+# Bytes, error and speed of the target in each format, with one sequence being decoded on one thread:
 
 # %%
 formats_measured = experiments.formats()
@@ -456,7 +457,7 @@ speed.when_it_ends(guess_full_batch)
 #
 # - one scale for the whole tensor
 # - groups along the outputs instead of the inputs
-# - a zero point that is off by one when codes are turned back
+# - a zero point that is one too large or too small when codes are turned back
 #
 # How would you tell? A group has at most 16 different values. And rounding errors of a right program have a mean
 # near 0 in every group.
@@ -485,7 +486,7 @@ verdict = check("what-went-wrong", verdict)
 receipts.programs(verdict)
 
 # %% [markdown]
-# Why does the size of the error not help?
+# Why does the size of the error not suffice?
 #
 # <details><summary>Answer</summary>
 #
@@ -495,7 +496,7 @@ receipts.programs(verdict)
 #   kept in 16 bits ([Dettmers et al. 2023](https://arxiv.org/abs/2306.03078), SpQR) help.
 # - **C: groups along the outputs.** Each column's groups have 16 values, each row's have many. Where weights are alike in
 #   all directions no test of quality finds it; a kernel that expects groups along the inputs gives wrong outputs.
-# - **D** is right.
+# - **D** is right: with a zero point.
 # - **E: the zero point off by one.** All weights of a group move by one step in the same direction. GPTQ's first file
 #   layout stores zero points minus one ([AutoGPTQ#325](https://github.com/AutoGPTQ/AutoGPTQ/pull/325)), its second does
 #   not; a 27B model read the wrong way writes one token for ever
@@ -503,7 +504,7 @@ receipts.programs(verdict)
 # - **F** is right: NF4, whose levels are not evenly spaced.
 # </details>
 #
-# What each of the bugs does to the target's text, all layers in int4 with groups of 32, as trained and with the outliers of
+# What each bug does to the target's text, all layers in int4 with groups of 32, as trained and with the outliers of
 # section 3:
 
 # %%
@@ -525,7 +526,7 @@ speed.batches_here()
 
 # %% [markdown]
 # By formula, the 8B model on one H100. With 4-bit weights arithmetic stays in 16 bits. In the columns *8 bits both* inputs
-# are rounded as well (W8A8, fp8), and the products run twice as fast: that pays at any batch.
+# are rounded as well (W8A8, fp8), and the layers' products run twice as fast: that pays at any batch.
 
 # %%
 speed.batches_h100()
@@ -533,8 +534,7 @@ speed.batches_h100()
 # %% [markdown]
 # At a context of 2,048 every sequence's cache is read as well, which smaller weights cannot shorten.
 #
-# Small models lose as well: the target's layers are so small that calling a kernel costs as much as its bytes (see the
-# table in section 6).
+# Small models gain less: in section 6's table the target's bytes shrink by a larger factor than its time.
 #
 # ## The same in production
 #
@@ -640,8 +640,8 @@ speed.design_day_and_night()
 # smaller cache saves time as well as room.
 #
 # D2: by day 4-bit weights make the step 2.5 times shorter, 8 bits 1.7 times (the cache stays). By night a prompt of 2,048
-# tokens is compute-bound: 4-bit weights gain nothing, 8 bits for weights and inputs halve the time. One format for both: 8
-# bits. With a replica for each, 4 bits by day and 8 by night.
+# tokens is compute-bound: 4-bit weights gain nothing, 8 bits for weights and inputs almost halve the time. One format for
+# both: 8 bits. With a replica for each, 4 bits by day and 8 by night.
 # </details>
 #
 # ### Capstone (open)

@@ -200,7 +200,7 @@ def leaving_out() -> Table:
     for name, bits, change in formulas.WAYS:
         lines.append((name, bits, f"{experiments.with_weights(change):+.2%}"))
     return table(
-        "every layer of the target changed, nothing trained afterwards",
+        "every layer of the target changed, products in float32, nothing trained afterwards",
         ("what was done", "bits per weight", "bits per byte, change"),
         lines,
     )
@@ -244,7 +244,7 @@ def programs(verdict: Callable) -> Table:
 def what_bugs_cost(group: int = 32) -> Table:
     """Every layer of the target through each of the programs, with and without planted outliers."""
     lines = []
-    for name in ("D", "C", "A", "E"):
+    for name in ("B", "D", "C", "A", "E"):
         program = breaks.PROGRAMS[name]
         changes = [
             experiments.with_program(make(), program, group) for make in (experiments.target, experiments.planted)

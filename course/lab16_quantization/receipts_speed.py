@@ -60,9 +60,8 @@ def batches_h100(batches: Sequence[int] = (1, 16, 64, 128, 256, 512), contexts: 
             work = [(context, 1)] * batch
             cells += [formulas.PLAIN.step(work) / each.step(work) for each in (formulas.FOUR, formulas.EIGHT)]
         lines.append((str(batch), *cells))
-    prompt = [(0, 2048)]
-    faster = [formulas.PLAIN.step(prompt) / each.step(prompt) for each in (formulas.FOUR, formulas.EIGHT)]
-    lines.append(("a prompt of 2,048", *faster, *[None] * 2 * (len(contexts) - 1)))
+    plain, four, eight = (formulas.prompt_seconds(e, 2048) for e in (formulas.PLAIN, formulas.FOUR, formulas.EIGHT))
+    lines.append(("a prompt of 2,048", plain / four, plain / eight, *[None] * 2 * (len(contexts) - 1)))
     return table("8B on one H100: times faster than 16 bits at two contexts, by formula", ("sequences", *head), lines)
 
 
@@ -101,11 +100,11 @@ def design_card(guess_sequences: float | None = None) -> Table:
 
 def design_day_and_night() -> Table:
     """D2: the 8B model by day (8 sequences of 2,048) and by night (prompts of 2,048)."""
-    day, night = [(2048, 1)] * 8, [(0, 2048)]
+    day, prompt = [(2048, 1)] * 8, 2048
     lines = []
     for name, cost in (("16 bits", formulas.PLAIN), ("4-bit weights", formulas.FOUR), ("8 bits both", formulas.EIGHT)):
-        times = cost.step(day), cost.step(night)
-        faster = formulas.PLAIN.step(day) / times[0], formulas.PLAIN.step(night) / times[1]
+        times = cost.step(day), formulas.prompt_seconds(cost, prompt)
+        faster = formulas.PLAIN.step(day) / times[0], formulas.prompt_seconds(formulas.PLAIN, prompt) / times[1]
         lines.append((name, seconds(times[0]), faster[0], seconds(times[1]), faster[1]))
     columns = ("format", "day: a step", "times faster", "night: a prompt", "times faster")
-    return table("D2: 8B on one H100, by formula", columns, lines)
+    return table("D2: 8B on one H100, by formula; the head for a prompt's last token alone", columns, lines)
