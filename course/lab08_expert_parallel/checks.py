@@ -5,7 +5,6 @@ checks_ranks.py    on several: tokens to experts and back, and which ranks avera
 """
 
 import math
-import operator
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.shared.diagnose import expect_tensor
+from course.shared.diagnose import expect_tensor, expect_whole
 
 
 @exercise(
@@ -219,15 +218,6 @@ def _dispatched(name: str, dispatch: Callable, experts: Tensor, x: Tensor, num_e
 def _expect_dtype(what: str, found: Tensor, dtype: torch.dtype) -> None:
     if found.dtype != dtype:
         raise CheckFailed(f"{what} is {found.dtype}, where what you were given is {dtype}: keep its dtype")
-
-
-def expect_whole(what: str, values: Any, asked: str) -> list[int]:
-    """The numbers; CheckFailed unless they are whole. asked: what the exercise asks for."""
-    try:
-        return [operator.index(each) for each in values]
-    except (TypeError, ValueError, RuntimeError) as error:
-        got = f"a tensor {list(values.shape)} of {values.dtype}" if isinstance(values, Tensor) else f"{values!r:.60}"
-        raise CheckFailed(f"{what} is {got}; the exercise asks for whole numbers: {asked}") from error
 
 
 def _judge_dispatch(

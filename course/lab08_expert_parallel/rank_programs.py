@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from course.kit.exercises import CheckFailed
-from course.lab08_expert_parallel.checks import expect_whole
+from course.shared.diagnose import expect_whole
 from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group

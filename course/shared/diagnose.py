@@ -7,6 +7,7 @@ and its like refuse a result of a wrong kind, `forbidding` a call that the exerc
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from numbers import Integral, Real
@@ -42,6 +43,15 @@ def expect_list(found: Any, asked: str, who: str = "you", *, count: int | None =
     )
     expect(fits, found, asked, who)
     return list(found)
+
+
+def expect_whole(what: str, values: Any, asked: str) -> list[int]:
+    """The numbers; CheckFailed unless they are whole. asked: what the exercise asks for."""
+    try:
+        return [operator.index(each) for each in values]
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = f"a tensor {_kind(values)}" if isinstance(values, torch.Tensor) else f"{values!r:.60}"
+        raise CheckFailed(f"{what} is {got}; the exercise asks for whole numbers: {asked}") from error
 
 
 def expect_tensor(what: str, found: Any, shape: Sequence[int]) -> None:

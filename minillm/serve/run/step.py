@@ -13,13 +13,12 @@ from minillm.serve.requests.request import Sample
 from minillm.serve.run.adapters import adapters_of
 from minillm.serve.run.model_runner import StepOutputs
 from minillm.serve.run.penalties import Penalised, SeenOnHost
-from minillm.serve.run.step_inputs import Row, SamplingInputs, StepInputs, sampling_inputs
+from minillm.serve.run.step_inputs import NOTHING, Row, SamplingInputs, StepInputs, sampling_inputs
 from minillm.serve.run.table_rows import TableRows
 from minillm.serve.sample.allowed import allowed_first
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.sequence import Plan
 
-NOTHING = np.zeros(0, np.int64)
 NO_IDS, NO_MOVES = (NOTHING, NOTHING), NOTHING.reshape(-1, 3)
 # A sample whose last token the step computes; its place in the plan; the first of its rows of the logits, and the end.
 Ready = tuple[Sample, int, int, int]

@@ -19,6 +19,7 @@ from minillm.model.draw import Draw
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.run.penalties import Penalties, penalties_of
 
+NOTHING = np.zeros(0, np.int64)
 Row = tuple[SamplingParams, Sequence[int], Draw]  # what a request asks for; its prompt and answer so far; its draws
 
 
@@ -103,7 +104,7 @@ class StepInputs:
     sampling: SamplingInputs | None = None
     largest_only: bool = False
     adapters: np.ndarray | None = None
-    sends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    sends: np.ndarray = field(default_factory=lambda: NOTHING)
 
 
 def fill_placeholders(tokens: Tensor, sampled: Tensor | None) -> Tensor:

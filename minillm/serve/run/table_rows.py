@@ -6,9 +6,8 @@ are only compared. The tables themselves: `minillm/model/paged/tables.py`.
 
 import numpy as np
 
+from minillm.serve.run.step_inputs import NOTHING
 from minillm.serve.schedule.sequence import Sequence
-
-NO_CHANGES = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class TableRows:
@@ -56,7 +55,7 @@ class TableRows:
     def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
         """`StepInputs.table_places` and `table_blocks`, for whoever writes them."""
         if not self._places:
-            return NO_CHANGES
+            return NOTHING, NOTHING
         changes = np.array(self._places, np.int64), np.array(self._blocks, np.int64)
         self._places, self._blocks = [], []
         return changes

@@ -10,9 +10,7 @@ import torch
 
 from minillm.model.paged.split import MIN_KEYS
 from minillm.serve.run.model_runner import Runner
-from minillm.serve.run.step_inputs import StepInputs
-
-NOTHING = np.zeros(0, np.int64)
+from minillm.serve.run.step_inputs import NOTHING, StepInputs
 
 
 @torch.inference_mode()
