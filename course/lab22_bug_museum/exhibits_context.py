@@ -66,7 +66,7 @@ CONTEXT_NOT_REDUCED = Exhibit(
     investigation=(
         Clue(
             "ledger",
-            "Messages of the ring, and one sum of the loss: no all-reduce of the model's size. Nothing that a "
+            "Messages of the ring, and sums of a few bytes: no all-reduce of the model's size. Nothing that a "
             "gradient could travel with. This halves the space in one step: the question is no longer what is reduced "
             "wrongly but why nothing is.",
         ),
@@ -140,8 +140,8 @@ MEAN_OF_MEANS = Exhibit(
     investigation=(
         Clue(
             "gradient-norms",
-            "A few percent too large, in every step. No clean factor, so it is a weighting and not a forgotten "
-            "division.",
+            "A few percent too large in the first step, and off by another share in each later one. No clean factor, "
+            "so it is a weighting and not a forgotten division.",
         ),
         Clue(
             "gradients",

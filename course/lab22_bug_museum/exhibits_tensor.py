@@ -154,8 +154,8 @@ NORM_COUNTS_COPIES = Exhibit(
     investigation=(
         Clue(
             "gradient-norms",
-            "It is larger than one process's by the same share in every step, although the report says that each "
-            "gradient is right. Then the sum over parameters is wrong, not its terms.",
+            "It is larger than one process's in every step, although the report says that each gradient is right. Then "
+            "the sum over parameters is wrong, not its terms.",
         ),
         Clue(
             "replica-check",
@@ -172,7 +172,7 @@ NORM_COUNTS_COPIES = Exhibit(
         "Sums over the whole model need an owner for every parameter. Test the norm on its own: no comparison of "
         "gradients will notice it."
     ),
-    proof=oracle([ParallelConfig(pp=2, accumulate=2)], case="tied"),
+    proof=oracle([ParallelConfig(pp=2, accumulate=2), ParallelConfig(tp=2)], case="tied"),
     budget=45,
 )
 

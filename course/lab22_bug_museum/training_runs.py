@@ -64,7 +64,8 @@ class Scene:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank returns. windows: indices of its windows in the first step; gradients: whole, of the first step.
+    """What one rank returns. windows: indices of its windows in the first step, all microbatches'; gradients: whole, of
+    that step.
 
     bits: a hash of each of its parameters after the last step, by its name and which part of it that is.
     """
@@ -189,7 +190,8 @@ def _on_rank(group: Group, work: Sequence[tuple[tuple[Patch, ...], Scene, int, T
 def _record(strategy: SingleDevice, config: TrainConfig, tokens: Tokens) -> RankRecord:
     trainer = Trainer(config, tokens, parallel=strategy)
     try:
-        windows = tuple(trainer.loader.load(0).indices.tolist())
+        starts = (trainer.loader.sampler.global_batch * microbatch for microbatch in range(config.accumulate))
+        windows = tuple(window for start in starts for window in trainer.loader.load(start).indices.tolist())
         start = trainer.loader.state_dict()
         trainer.backward()
         strategy.prepare_gradients()
