@@ -3,7 +3,7 @@
 from course.kit.receipts import Row, row
 from course.lab22_bug_museum import training_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
-from course.lab22_bug_museum.training_runs import Record, Run, Scene, oracle
+from course.lab22_bug_museum.training_runs import Oracle, Record, Run, Scene
 from course.shared.faults import training as faults
 from minillm.train.parallel_config import ParallelConfig
 
@@ -92,7 +92,7 @@ PARAMETERS_AVERAGED = Exhibit(
         "A receipt of bytes proves that something was sent, not what. Parameters averaged after the update are even "
         "exact for plain SGD from equal replicas; averaged in backward, before it, they leave each rank its own update."
     ),
-    proof=oracle([ParallelConfig(dp=2), ParallelConfig(dp=3)]),
+    proof=Oracle([ParallelConfig(dp=2), ParallelConfig(dp=3)]),
 )
 
 
@@ -190,7 +190,7 @@ TWO_REPLICAS_ONE_RUN = Exhibit(
         "Two bugs can satisfy the very check that finds either. After a repair, look at the trace again before you "
         "close the issue, and test data and reduction each on its own."
     ),
-    proof=oracle(
+    proof=Oracle(
         [
             ParallelConfig(dp=2),
             ParallelConfig(dp=2, accumulate=3),
@@ -266,7 +266,7 @@ EXPERTS_DOUBLED = Exhibit(
         "A gradient is divided by the number of ranks whose tokens it has seen, however few of them hold the "
         "parameter. Compare gradients by name, since a norm adds them all up."
     ),
-    proof=oracle([ParallelConfig(dp=4, ep=2), ParallelConfig(dp=4, ep=4)]),
+    proof=Oracle([ParallelConfig(dp=4, ep=2), ParallelConfig(dp=4, ep=4)]),
     budget=45,
 )
 

@@ -113,10 +113,9 @@ case.debrief()
 # ### Exercise · repair the pipeline's loss (12 minutes)
 #
 # Write the function as it should be; `case.code()` shows it as it runs in the museum. It belongs to `HeldParts`, cuts a
-# batch into the schedule's microbatches, one piece each, and hands `step` a loss for each. `loss` divides by what the *whole*
-# batch counts.
-# The check plants your function on real ranks, in a run with another seed and in the oracle with another number of
-# microbatches, and asks whether the trace is gone. Annotations may be left out.
+# batch into as many pieces as the schedule has microbatches and hands `step` a loss for each. `loss` divides by what the
+# *whole* batch counts. The check plants your function on real ranks, in a run with another seed and in the oracle with another
+# number of microbatches, and asks whether the trace is gone. Annotations may be left out.
 
 
 # %%
@@ -125,7 +124,7 @@ def run(self, step, batch, loss, counted=None):
 
     step: called with the pieces of the tokens, shape and loss_of. shape(m): (torch.Size, dtype) of what a rank sends of
     microbatch m; loss_of(last, y, m): its loss, where last.loss(y, targets, weights) gives sums of nll and of weights.
-    batch: tokens, targets, weights, [rows, seq] each.
+    batch: tokens, targets and weights, [rows, seq] each; weights may be None.
     counted: gets each microbatch's sum of weights, a tensor without a gradient, where the last part is.
     """
     # BEGIN SOLUTION
@@ -192,8 +191,8 @@ pair.debrief()
 #
 # `indices` belongs to the sampler: which windows rank `self.rank` of `self.world_size` reads, `self.batch_size` of them, if
 # the step begins at `position` of a stream that is dealt out like cards. `accumulating` belongs to the strategy: the
-# context of one microbatch, inside which only the last one communicates. A layout that reduces nothing, `self.module is
-# self.model` without ZeRO, needs no context at all.
+# context inside which one microbatch is computed. Of a step's microbatches only the last communicates. A layout that reduces
+# nothing, `self.module is self.model` without ZeRO, needs no context at all.
 
 
 # %%
@@ -244,9 +243,9 @@ slide.accuse()
 # %% [markdown]
 # ### Exercise · repair the utilisation (8 minutes)
 #
-# MFU is the useful work of a step per second as a share of the peak. A token looks at itself and at those before it, with
-# `model.sliding_window` at no more than so many. Adapters, of which `self.config.lora` is the rank, have
-# a formula of their own: `Adapters(model, rank, adapted_kinds(model, self.config.adapter)).training_flops(context)`.
+# MFU is the useful work of a step per second as a share of the peak. A token looks at itself and at those before it, and
+# `model.sliding_window`, where there is one, limits how many these are. Adapters, of which `self.config.lora` is the rank,
+# have a formula of their own: `Adapters(model, rank, adapted_kinds(model, self.config.adapter)).training_flops(context)`.
 
 
 # %%

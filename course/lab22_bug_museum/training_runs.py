@@ -8,7 +8,7 @@ text are small enough for a run to take about a second.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -164,19 +164,21 @@ def text(seed: int, count: int = 4096, words: int = 64) -> Tokens:
     return Tokens(found, words, 0, 1, count)
 
 
-def oracle(layouts: Sequence[ParallelConfig], case: str = "") -> Callable[[Sequence[Patch]], list[Row]]:
+@dataclass(frozen=True)
+class Oracle:
     """A proof for `Exhibit`: each layout against one process in float64, with the patches on every rank."""
 
-    def rows(patches: Sequence[Patch]) -> list[Row]:
-        def cases(layout: ParallelConfig) -> dict:
-            known = cases_of(layout)
-            name = case if case in known else next(iter(known))
-            return {name: known[name]}
+    layouts: Sequence[ParallelConfig]
+    case: str = ""
 
-        found = compare(list(layouts), cases, steps=2, strategy=PlantedStrategy(tuple(patches)))
+    def __call__(self, patches: Sequence[Patch]) -> list[Row]:
+        found = compare(list(self.layouts), self._cases, steps=2, strategy=PlantedStrategy(tuple(patches)))
         return [row(f"oracle, {each.layout}: within 1e-10", True, each.ok) for each in found]
 
-    return rows
+    def _cases(self, layout: ParallelConfig) -> dict:
+        known = cases_of(layout)
+        name = self.case if self.case in known else next(iter(known))
+        return {name: known[name]}
 
 
 def _on_rank(group: Group, work: Sequence[tuple[tuple[Patch, ...], Scene, int, Tokens]]) -> list[RankRecord]:
