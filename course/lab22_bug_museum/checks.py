@@ -1,6 +1,5 @@
 """Lab 22: a repair is one if the trace that gave the bug away is gone, in a run and a layout that nobody has seen."""
 
-import inspect
 from typing import Any
 
 from course.kit.exercises import exercise
@@ -20,7 +19,7 @@ from course.lab22_bug_museum import checks_alone, judge, museum
 )
 def check_slow_with_clipping(learner: Any) -> list[Row]:
     rows = judge.verify(museum.exhibit("slow-with-clipping"), learner)
-    checks_alone.judge_pieces(inspect.unwrap(learner))
+    checks_alone.judge_pieces(judge.bare(learner))
     return rows
 
 
@@ -35,8 +34,9 @@ def check_slow_with_clipping(learner: Any) -> list[Row]:
     ),
 )
 def check_two_gpus_one_run(learner: Any) -> list[Row]:
+    indices, accumulating = map(judge.bare, learner)
+    checks_alone.judge_kind(indices)
     rows = judge.verify(museum.exhibit("two-gpus-one-run"), learner)
-    indices, accumulating = map(inspect.unwrap, learner)
     checks_alone.judge_windows(indices)
     checks_alone.judge_contexts(accumulating)
     return rows
@@ -52,7 +52,9 @@ def check_two_gpus_one_run(learner: Any) -> list[Row]:
     ),
 )
 def check_utilisation(learner: Any) -> list[Row]:
-    return judge.verify(museum.exhibit("utilisation"), learner)
+    rows = judge.verify(museum.exhibit("utilisation"), learner)
+    checks_alone.judge_utilisation(judge.bare(learner))
+    return rows
 
 
 @exercise(
@@ -66,5 +68,5 @@ def check_utilisation(learner: Any) -> list[Row]:
 )
 def check_nothing_left(learner: Any) -> list[Row]:
     rows = judge.verify(museum.exhibit("never-ends"), learner)
-    checks_alone.judge_prefixes(inspect.unwrap(learner))
+    checks_alone.judge_prefixes(judge.bare(learner))
     return rows

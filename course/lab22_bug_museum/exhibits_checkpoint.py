@@ -74,11 +74,12 @@ def _moments(record: Resumed) -> Table:
 
 HALF_A_CHECKPOINT = Exhibit(
     name="restart-bump",
-    title="A bump after every restart",
+    title="Off the curve after every restart",
     kind="training",
     symptom=(
-        "ZeRO-1 on two ranks. After each restart the loss is exactly where it was for one step, then a little above "
-        "the old curve for a while. The file has the size that it should have. Everybody calls it the restart bump."
+        "ZeRO-1 on two ranks. After each restart the loss is exactly where it was for one step, then a little off the "
+        "old curve, now above it and now below. The file has the size that it should have. Everybody calls it the "
+        "restart bump."
     ),
     faults=(faults.HALF_A_CHECKPOINT,),
     run=_resume,
@@ -151,8 +152,8 @@ HALF_A_CHECKPOINT = Exhibit(
         ),
         WrongFix(
             "no state at all",
-            "Without any state Adam starts from nothing everywhere: the bump is larger and no longer looks like a "
-            "mistake.",
+            "Without any state Adam starts from nothing everywhere: every parameter's update is wrong now, and the "
+            "file no longer looks like a mistake.",
             ({faults.GATHERED: faults.OWN_STATE.replace("not group or group.rank == 0 or ", "")},),
         ),
     ),

@@ -2,7 +2,7 @@
 
 from course.lab22_bug_museum import training_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
-from course.lab22_bug_museum.training_runs import Run, Scene, oracle
+from course.lab22_bug_museum.training_runs import Oracle, Run, Scene
 from course.shared.faults import training as faults
 from minillm.train.parallel_config import ParallelConfig
 
@@ -66,7 +66,7 @@ CONTEXT_NOT_REDUCED = Exhibit(
     investigation=(
         Clue(
             "ledger",
-            "Messages of the ring, and one sum of the loss: no all-reduce of the model's size. Nothing that a "
+            "Messages of the ring, and sums of a few bytes: no all-reduce of the model's size. Nothing that a "
             "gradient could travel with. This halves the space in one step: the question is no longer what is reduced "
             "wrongly but why nothing is.",
         ),
@@ -84,7 +84,7 @@ CONTEXT_NOT_REDUCED = Exhibit(
         "An axis of size 1 is a corner of its own. The ranks that average gradients are those that see other tokens, "
         "however the axes are called."
     ),
-    proof=oracle([ParallelConfig(cp=2), ParallelConfig(dp=2, pp=2, accumulate=2)]),
+    proof=Oracle([ParallelConfig(cp=2), ParallelConfig(dp=2, pp=2, accumulate=2)]),
 )
 
 MEAN_OF_MEANS = Exhibit(
@@ -140,8 +140,8 @@ MEAN_OF_MEANS = Exhibit(
     investigation=(
         Clue(
             "gradient-norms",
-            "A few percent too large, in every step. No clean factor, so it is a weighting and not a forgotten "
-            "division.",
+            "A few percent too large in the first step, and off by another share in each later one. No clean factor, "
+            "so it is a weighting and not a forgotten division.",
         ),
         Clue(
             "gradients",
@@ -158,7 +158,7 @@ MEAN_OF_MEANS = Exhibit(
         "The mean over tokens is no mean of means. Divide by the tokens of the whole step over the number of ranks "
         "that average, and test with unequal numbers."
     ),
-    proof=oracle([ParallelConfig(cp=2), ParallelConfig(dp=2)], case="unequal"),
+    proof=Oracle([ParallelConfig(cp=2), ParallelConfig(dp=2)], case="unequal"),
 )
 
 STALE_BLOCK = Exhibit(
@@ -238,7 +238,7 @@ STALE_BLOCK = Exhibit(
         "A test of the output tests half of an autograd function. Compare gradients of all inputs with full "
         "attention, in float64, at sizes at which every rank has several blocks."
     ),
-    proof=oracle([ParallelConfig(cp=2), ParallelConfig(cp=4)]),
+    proof=Oracle([ParallelConfig(cp=2), ParallelConfig(cp=4)]),
     budget=45,
 )
 

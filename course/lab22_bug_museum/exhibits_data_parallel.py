@@ -3,7 +3,7 @@
 from course.kit.receipts import Row, row
 from course.lab22_bug_museum import training_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
-from course.lab22_bug_museum.training_runs import Record, Run, Scene, oracle
+from course.lab22_bug_museum.training_runs import Oracle, Record, Run, Scene
 from course.shared.faults import training as faults
 from minillm.train.parallel_config import ParallelConfig
 
@@ -85,14 +85,14 @@ PARAMETERS_AVERAGED = Exhibit(
     ),
     misleading=Clue(
         "ledger",
-        "One all-reduce for each parameter, together exactly the bytes of the gradients: parameters and gradients have "
-        "the same size, so no count of bytes can tell them apart.",
+        "One all-reduce of exactly the gradients' bytes, beside two numbers for the loss: parameters and gradients "
+        "have the same size, so no count of bytes can tell them apart.",
     ),
     lesson=(
-        "A receipt of bytes proves that something was sent, not what. Averaging parameters is even exact for plain SGD "
-        "from equal replicas, which is why a test with SGD and one step lets it pass."
+        "A receipt of bytes proves that something was sent, not what. Parameters averaged after the update are even "
+        "exact for plain SGD from equal replicas; averaged in backward, before it, they leave each rank its own update."
     ),
-    proof=oracle([ParallelConfig(dp=2), ParallelConfig(dp=3)]),
+    proof=Oracle([ParallelConfig(dp=2), ParallelConfig(dp=3)]),
 )
 
 
@@ -190,7 +190,7 @@ TWO_REPLICAS_ONE_RUN = Exhibit(
         "Two bugs can satisfy the very check that finds either. After a repair, look at the trace again before you "
         "close the issue, and test data and reduction each on its own."
     ),
-    proof=oracle(
+    proof=Oracle(
         [
             ParallelConfig(dp=2),
             ParallelConfig(dp=2, accumulate=3),
@@ -204,9 +204,9 @@ EXPERTS_DOUBLED = Exhibit(
     title="Experts that want half the learning rate",
     kind="training",
     symptom=(
-        "A mixture of experts is moved to expert parallelism over two ranks. Loss and throughput are what was hoped "
-        "for. Weeks later an ablation finds that experts want half the learning rate of everything else, and a paper "
-        "is begun."
+        "A mixture of experts is moved to expert parallelism over two ranks. AdamW trains it, and loss and throughput "
+        "are what was hoped for. Weeks later an ablation with plain SGD finds that experts want half the learning rate "
+        "of everything else, and a paper is begun."
     ),
     faults=(faults.EXPERTS_DOUBLED,),
     run=Run(Scene(ParallelConfig(dp=2, ep=2), model=seen.EXPERTS)),
@@ -266,7 +266,7 @@ EXPERTS_DOUBLED = Exhibit(
         "A gradient is divided by the number of ranks whose tokens it has seen, however few of them hold the "
         "parameter. Compare gradients by name, since a norm adds them all up."
     ),
-    proof=oracle([ParallelConfig(dp=4, ep=2)]),
+    proof=Oracle([ParallelConfig(dp=4, ep=2), ParallelConfig(dp=4, ep=4)]),
     budget=45,
 )
 

@@ -116,8 +116,8 @@ BRANCH = Exhibit(
         Suspect(
             "data, loader",
             "one rank runs out of windows",
-            "A rank without data stops asking for gradients. Here both are past the gradients and differ in which "
-            "operation comes next.",
+            "A rank without data stops asking for gradients. Here both have reduced those of the fourth step, and one "
+            "of them is reducing the next step's already.",
         ),
         Suspect(
             "data parallelism, buckets",

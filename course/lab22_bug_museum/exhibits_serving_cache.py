@@ -112,7 +112,7 @@ ONE_BYTE_HASH = Exhibit(
         "trusted. minillm compares every token of the chain on a hit; the fault had to be planted where the key is "
         "made."
     ),
-    proof=seen.against_the_loop(_two_templates),
+    proof=lambda patches: [*seen.against_the_loop(_two_templates)(patches), seen.told_apart(patches)],
 )
 
 
@@ -199,7 +199,8 @@ TENANTS = Exhibit(
         "no comparison of answers can find this one."
     ),
     proof=lambda patches: [
-        seen.same_tokens(runs(_two_tenants)(patches, random.randrange(2**31)), "the naive loop: tokens that differ")
+        seen.same_tokens(runs(_two_tenants)(patches, random.randrange(2**31)), "the naive loop: tokens that differ"),
+        seen.kept_apart(patches),
     ],
 )
 

@@ -129,7 +129,7 @@ CACHE_ROLLED_BACK = Exhibit(
         "When a good repair makes things worse, ask what it has switched on. Test each path by the shortest way to it "
         "(here a prompt in pieces), not by the feature that happens to lead there."
     ),
-    proof=seen.against_the_loop(_pieces),
+    proof=lambda patches: [*seen.against_the_loop(_pieces)(patches), seen.kept_apart(patches)],
 )
 
 # A reservation of the whole answer keeps preemption away, and so hides where a preempted sequence goes.
@@ -232,7 +232,7 @@ TAIL = Exhibit(
         Suspect(
             "scheduler, seats",
             "max_num_seqs is too small for the load",
-            "At most two sequences run and eight have a seat: requests wait for blocks.",
+            "Two or three sequences run at most, and eight have a seat: requests wait for blocks.",
         ),
         Suspect(
             "scheduler, preemption",

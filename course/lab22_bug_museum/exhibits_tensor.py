@@ -3,7 +3,7 @@
 from course.kit.receipts import row
 from course.lab22_bug_museum import training_measurements as seen
 from course.lab22_bug_museum.exhibit import Clue, Exhibit, Suspect, WrongFix
-from course.lab22_bug_museum.training_runs import Run, Scene, oracle
+from course.lab22_bug_museum.training_runs import Oracle, Run, Scene
 from course.shared.faults import training as faults
 from minillm.train.parallel_config import ParallelConfig
 
@@ -89,7 +89,7 @@ NORMS_UNDER_SEQUENCE = Exhibit(
         "Whatever is replicated and sees a part of the tokens has a partial gradient. A list of names to reduce goes "
         "stale; a placement that says `Partial` for each parameter does not."
     ),
-    proof=oracle([ParallelConfig(tp=2, sequence=True)]),
+    proof=Oracle([ParallelConfig(tp=2, sequence=True)]),
     budget=45,
 )
 
@@ -154,8 +154,8 @@ NORM_COUNTS_COPIES = Exhibit(
     investigation=(
         Clue(
             "gradient-norms",
-            "It is larger than one process's by the same share in every step, although the report says that each "
-            "gradient is right. Then the sum over parameters is wrong, not its terms.",
+            "It is larger than one process's in every step, although the report says that each gradient is right. Then "
+            "the sum over parameters is wrong, not its terms.",
         ),
         Clue(
             "replica-check",
@@ -172,7 +172,7 @@ NORM_COUNTS_COPIES = Exhibit(
         "Sums over the whole model need an owner for every parameter. Test the norm on its own: no comparison of "
         "gradients will notice it."
     ),
-    proof=oracle([ParallelConfig(pp=2, accumulate=2)], case="tied"),
+    proof=Oracle([ParallelConfig(pp=2, accumulate=2), ParallelConfig(tp=2)], case="tied"),
     budget=45,
 )
 
@@ -240,7 +240,7 @@ PATCHWORK = Exhibit(
         "Draw a parameter from (seed, name) and cut it, and the model is the same on any number of ranks. Only what is "
         "meant to differ, such as dropout, may know the rank."
     ),
-    proof=oracle([ParallelConfig(tp=2)]),
+    proof=Oracle([ParallelConfig(tp=2)]),
     budget=45,
 )
 

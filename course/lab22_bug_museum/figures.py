@@ -43,10 +43,11 @@ def silent(exhibit: str = "slow-with-clipping") -> Figure:
             label=f"{label}: {len(chosen)}",
         )
     right.set(xlabel="parameter, in the model's order", ylabel="gradient / one process's")
-    right.set_ylim(min(0, right.get_ylim()[0]), max(1.5, right.get_ylim()[1]))
-    right.legend()
+    low, high = right.get_ylim()
+    right.set_ylim(min(0, low), 1.25 * max(1.5, high))  # room for the legend
+    right.legend(loc="upper left", ncols=2)
     headline(left, "What everybody looks at", exhibit)
-    headline(right, "What gives it away", "gradients of the first step")
+    headline(right, "Beside one process, by name", "gradients of the first step")
     return figure
 
 
@@ -73,8 +74,8 @@ def what_sees_it() -> Figure:
     for y, x in np.ndindex(*values.shape):
         color = "white" if shades[y, x] > -1 else TEXT
         axes.text(x, y, _percent(values[y, x]), ha="center", va="center", fontsize=9, color=color)
-    subtitle = "deviation from one process; none is below 0.1 %"
-    headline(axes, "No single measurement sees every bug, and the loss sees least", subtitle)
+    subtitle = "deviation from one process, and the share of copies that differ; none: below 0.1 %"
+    headline(axes, "No single measurement sees every bug", subtitle)
     return figure
 
 

@@ -1,10 +1,10 @@
 """Whether a repair is one: the trace that gave the bug away is gone, in runs that the learner has not seen."""
 
-import inspect
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from course.kit import untouched
 from course.kit.exercises import CheckFailed
 from course.kit.receipts import Row, format_value
 from course.lab22_bug_museum.exhibit import Exhibit
@@ -19,7 +19,7 @@ def verify(exhibit: Exhibit, code: Callable | Sequence[Callable | Edits | None])
     given = (code,) if callable(code) else tuple(code)
     if len(given) != len(exhibit.faults):
         raise CheckFailed(f"{exhibit.title} has {len(exhibit.faults)} places to repair: give as many functions.")
-    patches = exhibit.repaired([_bare(each) for each in given])
+    patches = exhibit.repaired([bare(each) for each in given])
     return judged(exhibit, patches, exhibit.run(patches, random.randrange(2**31)))
 
 
@@ -34,9 +34,10 @@ def judged(exhibit: Exhibit, patches: Sequence[Patch], record: Any) -> list[Row]
     return rows
 
 
-def _bare(each: Any) -> Any:
-    """A learner's function without the watch that the kit puts around it."""
-    return inspect.unwrap(each) if callable(each) else each
+def bare(each: Any) -> Any:
+    """A learner's function without the watch that the kit puts around it; decorators of their own stay."""
+    is_watch = getattr(each, "__globals__", None) is vars(untouched)
+    return each.__wrapped__ if is_watch else each
 
 
 def _refuse_off(rows: Sequence[Row], shown: Sequence[Row], details: list[Any]) -> None:

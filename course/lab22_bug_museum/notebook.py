@@ -66,7 +66,7 @@ watched
 watched.order("ledger")
 
 # %% [markdown]
-# There are the messages of the ring and some sums of a few bytes; no operation is as large as a gradient. Suspects `a` to `c`
+# There are the messages of the ring and some sums of a few bytes; none carries all gradients. Suspects `a` to `c`
 # would compute gradients wrongly, and these are never reduced. Does it matter, and from when on? Ranks that begin apart would
 # have shown another first loss, and the symptom says that it is right. Six minutes:
 
@@ -86,7 +86,7 @@ watched.debrief()
 # %% [markdown]
 # ## 2 Your first case: a pipeline
 #
-# A wrong accusation costs ten minutes, and what is left counts.
+# A wrong accusation costs ten minutes. Your score falls with each minute beyond those of the model investigation.
 
 # %%
 case = visit("slow-with-clipping", seed=1)
@@ -113,17 +113,19 @@ case.debrief()
 # ### Exercise · repair the pipeline's loss (12 minutes)
 #
 # Write the function as it should be; `case.code()` shows it as it runs in the museum. It belongs to `HeldParts`, cuts a
-# batch into the schedule's microbatches and hands `step` a loss for each. `loss` divides by what the *whole* batch counts.
-# The check plants your function on real ranks, in a run with another seed and in the oracle with another number of
-# microbatches, and asks whether the trace is gone. Annotations may be left out.
+# batch into as many pieces as the schedule has microbatches and hands `step` a loss for each. `loss` divides by what the
+# *whole* batch counts. The check plants your function on real ranks, in a run with another seed and in the oracle with another
+# number of microbatches, and asks whether the trace is gone. Annotations may be left out.
 
 
 # %%
 def run(self, step, batch, loss, counted=None):
     """Returns the sum of loss(sum of weight * nll) over the microbatches.
 
-    batch: tokens, targets, weights, [rows, seq] each.
-    counted: gets the sums of weights where the last part is.
+    step: called with the pieces of the tokens, shape and loss_of. shape(m): (torch.Size, dtype) of what a rank sends of
+    microbatch m; loss_of(last, y, m): its loss, where last.loss(y, targets, weights) gives sums of nll and of weights.
+    batch: tokens, targets and weights, [rows, seq] each; weights may be None.
+    counted: gets each microbatch's sum of weights, a tensor without a gradient, where the last part is.
     """
     # BEGIN SOLUTION
     tokens, targets, weights = batch
@@ -159,8 +161,8 @@ receipts.factor_under_adam(guess_of_loss, guess_of_norm)
 show(figures.silent, exhibit="slow-with-clipping")
 
 # %% [markdown]
-# On the left is what everybody looks at, on the right what gives the bug away. Move to other exhibits: which parameters are
-# wrong, and is it by a common factor? A common factor points at the loss or at the reduction; a class of parameters points
+# On the left is what everybody looks at, on the right what gives most of these bugs away. Move to other exhibits: which
+# parameters are wrong, and is it by a common factor? A common factor points at the loss or at the reduction; a class of parameters points
 # at how that class is handled; one parameter points at that parameter.
 
 # %%
@@ -189,13 +191,13 @@ pair.debrief()
 #
 # `indices` belongs to the sampler: which windows rank `self.rank` of `self.world_size` reads, `self.batch_size` of them, if
 # the step begins at `position` of a stream that is dealt out like cards. `accumulating` belongs to the strategy: the
-# context of one microbatch, of which only the last communicates. A layout that reduces nothing, `self.module is
-# self.model` without ZeRO, needs no context at all.
+# context inside which one microbatch is computed. Of a step's microbatches only the last communicates. A layout that reduces
+# nothing, `self.module is self.model` without ZeRO, needs no context at all.
 
 
 # %%
 def indices(self, position):
-    """[batch_size], this rank's windows of the step that begins at `position` of the stream."""
+    """A NumPy array of integers, [batch_size]: this rank's windows of the step that begins at `position`."""
     # BEGIN SOLUTION
     mine = position + self.rank + self.world_size * np.arange(self.batch_size)
     epochs, offsets = np.divmod(mine, self.num_samples)
@@ -241,8 +243,9 @@ slide.accuse()
 # %% [markdown]
 # ### Exercise · repair the utilisation (8 minutes)
 #
-# MFU is the useful work of a step per second as a share of the peak. Adapters, of which `self.config.lora` is the rank, have
-# a formula of their own: `Adapters(model, rank, adapted_kinds(model, self.config.adapter)).training_flops(context)`.
+# MFU is the useful work of a step per second as a share of the peak. A token looks at itself and at those before it, and
+# `model.sliding_window`, where there is one, limits how many these are. Adapters, of which `self.config.lora` is the rank,
+# have a formula of their own: `Adapters(model, rank, adapted_kinds(model, self.config.adapter)).training_flops(context)`.
 
 
 # %%
@@ -285,7 +288,7 @@ waiting.accuse()
 #
 # `prefixes` belongs to the scheduler: the keys of the blocks that a hit in the prefix cache may cover, none without
 # `self.pool.prefix_cache`. `sequence.prefixes(count, block_size)` gives those of its first `count` full blocks. The check
-# holds your function to the naive loop, and to the tokens that prompts of 24, 25 and 27 tokens may take over.
+# holds your function to the naive loop, and to the keys that prompts of any length may take over, the first block's first.
 
 
 # %%
@@ -309,16 +312,17 @@ prefixes = check("never-ends", prefixes)
 receipts.every_bug_leaves_a_trace()
 
 # %% [markdown]
-# Which measurement sees which exhibit? Each exhibit on two ranks runs once more with its fault. The table says how far the
-# last loss, the norm and the worst gradient of the first step are from one process's, and how many copies of parameters
-# differ between ranks.
+# Which measurement sees which exhibit? Each that trains on two ranks runs once more with its fault, but for `restart-bump`
+# and `fourth-step`, which measure whole runs. The table says how far the last loss, the norm and the worst gradient of the
+# first step are from one process's, and how many copies of parameters differ between ranks.
 
 # %%
 show(figures.what_sees_it)
 
 # %% [markdown]
-# The loss sees least, the norm misses whole classes of parameters, and a comparison of gradients by name sees nearly
-# everything but the norm itself and what happens after the gradients.
+# Copies differ in few of them, the loss misses half, the norm misses whole classes of parameters, and a comparison of
+# gradients by name sees everything but the norm itself and what happens after the gradients: `half-way` shows in the loss
+# alone.
 #
 # Which of minillm's own checks would have noticed? This was computed by planting each fault and running the check, and a test
 # computes it again. A bug whose row says *no* under the check that you rely on is one that you would have shipped; *-* means

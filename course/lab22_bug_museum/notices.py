@@ -27,7 +27,7 @@ from course.lab22_bug_museum.exhibits_checkpoint import Resumed
 from course.lab22_bug_museum.exhibits_hang import Outcome
 from course.lab22_bug_museum.exhibits_trainer import Utilisation
 from course.lab22_bug_museum.serving_runs import Served
-from course.lab22_bug_museum.training_runs import Record, Run, Scene
+from course.lab22_bug_museum.training_runs import Oracle, Record, Run, Scene
 from course.shared.faults.strategy import PlantedStrategy
 from course.shared.table import Table, table
 from minillm.comm import Group, HangError, RankError
@@ -93,9 +93,9 @@ def of_training(exhibit: Exhibit) -> Noticed:
 
 
 def oracle_notices(exhibit: Exhibit) -> bool:
-    """By the layouts of the exhibit's proof; without one, by two replicas."""
+    """By the layouts of the exhibit's proof; where that is no oracle, by those that it trains, or two replicas."""
     try:
-        if exhibit.proof is not None:
+        if isinstance(exhibit.proof, Oracle):
             return any(row.verdict == "off" for row in exhibit.proof(exhibit.faults))
         return not all(found.ok for found in _compared(exhibit))
     except (RankError, HangError):

@@ -7,12 +7,16 @@ as an engineer would on the system that misbehaves.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 
 from course.kit.receipts import Row, row
 from course.lab22_bug_museum.exhibit import Measurement
-from course.lab22_bug_museum.serving_runs import ENGINE, Served, Traffic, serve
-from course.shared.faults.patches import Patch
+from course.lab22_bug_museum.serving_runs import ENGINE, SMALL, Served, Traffic, serve
+from course.shared.faults.patches import Patch, planted
 from course.shared.table import Table, table
+from minillm.serve.requests import request
+from minillm.serve.schedule.sequence import Sequence as Sample
 
 STEPS_SHOWN = 24
 
@@ -58,6 +62,25 @@ def against_the_loop(make: Callable[[random.Random], Traffic]) -> Callable[[Sequ
         ]
 
     return rows
+
+
+def told_apart(patches: Sequence[Patch]) -> Row:
+    """Whether tokens that differ in a bit have keys of their own, in a vocabulary of a quarter of a million."""
+    with planted(patches):
+        keys = [Sample([token], 1).prefixes(1, 1)[0] for token in (0, *(1 << bit for bit in range(18)))]
+    return row("keys of 19 tokens that differ in a bit", 19, len(set(keys)))
+
+
+def kept_apart(patches: Sequence[Patch]) -> Row:
+    """Whether each pair of an adapter and a tenant begins its chains in a namespace of its own."""
+    adapters = [None, *(SimpleNamespace(cache_key=key, number=number) for number, key in enumerate(("tin", "tar")))]
+    with planted(patches):
+        asked = [
+            request.new_request([1], None, SMALL, None, 0.0, adapter=adapter, salt=salt)
+            for adapter, salt in product(adapters, (None, "red", "rob"))
+        ]
+        origins = {each.samples[0].origin for each in asked}
+    return row("namespaces of 3 adapters, each with 3 salts", 9, len(origins))
 
 
 def _answers(served: Served) -> Table:

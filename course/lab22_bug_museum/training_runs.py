@@ -8,7 +8,7 @@ text are small enough for a run to take about a second.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -64,7 +64,8 @@ class Scene:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank returns. windows: indices of its windows in the first step; gradients: whole, of the first step.
+    """What one rank returns. windows: indices of its windows in the first step, all microbatches'; gradients: whole, of
+    that step.
 
     bits: a hash of each of its parameters after the last step, by its name and which part of it that is.
     """
@@ -163,19 +164,21 @@ def text(seed: int, count: int = 4096, words: int = 64) -> Tokens:
     return Tokens(found, words, 0, 1, count)
 
 
-def oracle(layouts: Sequence[ParallelConfig], case: str = "") -> Callable[[Sequence[Patch]], list[Row]]:
+@dataclass(frozen=True)
+class Oracle:
     """A proof for `Exhibit`: each layout against one process in float64, with the patches on every rank."""
 
-    def rows(patches: Sequence[Patch]) -> list[Row]:
-        def cases(layout: ParallelConfig) -> dict:
-            known = cases_of(layout)
-            name = case if case in known else next(iter(known))
-            return {name: known[name]}
+    layouts: Sequence[ParallelConfig]
+    case: str = ""
 
-        found = compare(list(layouts), cases, steps=2, strategy=PlantedStrategy(tuple(patches)))
+    def __call__(self, patches: Sequence[Patch]) -> list[Row]:
+        found = compare(list(self.layouts), self._cases, steps=2, strategy=PlantedStrategy(tuple(patches)))
         return [row(f"oracle, {each.layout}: within 1e-10", True, each.ok) for each in found]
 
-    return rows
+    def _cases(self, layout: ParallelConfig) -> dict:
+        known = cases_of(layout)
+        name = self.case if self.case in known else next(iter(known))
+        return {name: known[name]}
 
 
 def _on_rank(group: Group, work: Sequence[tuple[tuple[Patch, ...], Scene, int, Tokens]]) -> list[RankRecord]:
@@ -189,7 +192,8 @@ def _on_rank(group: Group, work: Sequence[tuple[tuple[Patch, ...], Scene, int, T
 def _record(strategy: SingleDevice, config: TrainConfig, tokens: Tokens) -> RankRecord:
     trainer = Trainer(config, tokens, parallel=strategy)
     try:
-        windows = tuple(trainer.loader.load(0).indices.tolist())
+        starts = (trainer.loader.sampler.global_batch * microbatch for microbatch in range(config.accumulate))
+        windows = tuple(window for start in starts for window in trainer.loader.load(start).indices.tolist())
         start = trainer.loader.state_dict()
         trainer.backward()
         strategy.prepare_gradients()
