@@ -75,8 +75,8 @@ guess_step_ms = 40  # if a batch takes 32 ms to load, 20 ms to compute on, and i
 # %% [markdown]
 # ## 1 · Bytes, pairs, tokens
 #
-# Byte-pair encoding, which Gage (1994) made to compress files, came to language as merges of *characters*
-# ([Sennrich, Haddow and Birch 2016, section 3.2](https://arxiv.org/abs/1508.07909)). GPT-2 starts from the 256 bytes,
+# Byte-pair encoding, made to compress files, came to language as merges of *characters*
+# ([Sennrich, Haddow and Birch 2016, section 3.2, after Gage 1994](https://arxiv.org/abs/1508.07909)). GPT-2 starts from the 256 bytes,
 # which can spell any text ([Radford et al. 2019](https://openai.com/index/better-language-models)). Training repeats one
 # step: find the pair of neighbouring tokens that occurs most often, and merge it into a new token wherever it stands.
 # Text is first cut into words, and no token crosses a cut. Each different word is kept once, with how often it occurs:
