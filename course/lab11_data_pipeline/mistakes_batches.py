@@ -215,7 +215,9 @@ def one_ahead(make, total, depth):
 
 prefetch.mistake("a thread that is no daemon", {", daemon=True": ""}, expect="your thread is no daemon")
 prefetch.mistake(
-    "catches errors of the disk alone", {"except Exception": "except OSError"}, expect="waits for a thread that is gone"
+    "passes on errors of the disk alone",
+    {"ready.put((None, error))": "if isinstance(error, OSError):\n                    ready.put((None, error))"},
+    expect="waits for a thread that is gone",
 )
 prefetch.mistake(
     "a pool's thread that fills a queue",
