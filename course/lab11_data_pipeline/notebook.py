@@ -75,11 +75,11 @@ guess_step_ms = 40  # if a batch takes 32 ms to load, 20 ms to compute on, and i
 # %% [markdown]
 # ## 1 · Bytes, pairs, tokens
 #
-# Byte-pair encoding, made to compress files, came to language as merges of *characters*
-# ([Sennrich, Haddow and Birch 2016, section 3.2, after Gage 1994](https://arxiv.org/abs/1508.07909)). GPT-2 starts from the 256 bytes,
-# which can spell any text ([Radford et al. 2019](https://openai.com/index/better-language-models)). Training repeats one
-# step: find the pair of neighbouring tokens that occurs most often, and merge it into a new token wherever it stands.
-# Text is first cut into words, and no token crosses a cut. Each different word is kept once, with how often it occurs:
+# Byte-pair encoding, made to compress files, came to language as merges of *characters* ([Sennrich, Haddow and Birch
+# 2016, section 3.2, after Gage 1994](https://arxiv.org/abs/1508.07909)). GPT-2 starts from the 256 bytes, which can
+# spell any text ([Radford et al. 2019](https://openai.com/index/better-language-models)). Training repeats one step:
+# find the pair of neighbouring tokens that occurs most often, and merge it into a new token wherever it stands. Text is
+# first cut into words, and no token crosses a cut. Each different word is kept once, with how often it occurs:
 
 # %%
 sample = "low " * 5 + "lower " * 2 + "newest " * 6 + "widest widest widest"
@@ -348,9 +348,8 @@ receipts.dealt(before, after)
 # %% [markdown]
 # ## 5 · In time
 #
-# A step is input, forward, backward and optimizer. Where does its time go when
-# batches come from a slow place? Below, loading takes as long as an *emulated* remote read; the model and its step are
-# real.
+# A step is input, forward, backward and optimizer. Where does its time go when batches come from a slow place? Below,
+# loading takes as long as an *emulated* remote read; the model and its step are real.
 #
 # ### Exercise 6 · prefetch (20 minutes)
 #
