@@ -5,6 +5,8 @@ words        short sequences, but every word outside the vocabulary becomes <unk
 """
 
 from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
 
 from course.lab11_data_pipeline.bpe import split
 
@@ -39,7 +41,7 @@ def character_tokenizer(text: str) -> VocabularyTokenizer:
     return VocabularyTokenizer(sorted(set(text)))
 
 
-def word_tokenizer(text: str, vocab_size: int) -> VocabularyTokenizer:
-    """The `vocab_size` - 1 most frequent pieces of `text` (words with the space before them, numbers, punctuation)."""
-    frequent = Counter(split(text)).most_common(vocab_size - 1)
+def word_tokenizer(texts: Iterable[str], vocab_size: int) -> VocabularyTokenizer:
+    """The `vocab_size` - 1 most frequent pieces of texts (words with the space before them, numbers, punctuation)."""
+    frequent = Counter(chain.from_iterable(map(split, texts))).most_common(vocab_size - 1)
     return VocabularyTokenizer([piece for piece, _ in frequent], split)

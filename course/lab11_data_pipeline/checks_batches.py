@@ -37,32 +37,37 @@ def check_windows(learner: Callable) -> Receipt:
     rows = []
     for seq_len, n, rest in ((random.randint(3, 6), random.randint(3, 6), 1), (4, 3, 4), (random.randint(7, 16), 9, 5)):
         count = seq_len * n + rest
-        tokens = torch.arange(count) + 1000
+        tokens = torch.randint(1000, (count,))
+        tokens[seq_len : seq_len + 2] = 0  # a token that repeats
         found = learner(tokens.clone(), seq_len)
-        _judge_windows(found, count, seq_len)
-        targets = found[1].flatten().tolist()
+        _judge_windows(found, tokens, seq_len)
+        targets = found[1].numel()
         rows += [
             row(f"{count} tokens, seq_len {seq_len}: windows", (count - 1) // seq_len, len(found[0])),
-            row("    targets, each once", (count - 1) // seq_len * seq_len, len(set(targets))),
-            row("    waste", predict.packing_waste(count, seq_len), 1 - len(targets) / count, tolerance=1e-9),
+            row("    targets, each once", (count - 1) // seq_len * seq_len, targets),
+            row("    waste", predict.packing_waste(count, seq_len), 1 - targets / count, tolerance=1e-9),
         ]
     return receipt("packing", rows)
 
 
-def _judge_windows(found: Any, count: int, seq_len: int) -> None:
-    who, n = f"{count} tokens with seq_len {seq_len}", (count - 1) // seq_len
+def _judge_windows(found: Any, tokens: torch.Tensor, seq_len: int) -> None:
+    who, n = f"{len(tokens)} tokens with seq_len {seq_len}", (len(tokens) - 1) // seq_len
     asked = "two tensors, (inputs, targets)"
     inputs, targets = expect_list(found, asked, f"{who}: you", count=2, of=torch.Tensor)
-    due = 1000 + torch.arange(n * seq_len).view(n, seq_len)
-    if inputs.shape != due.shape or targets.shape != due.shape:
+    places = torch.arange(n * seq_len).view(n, seq_len)
+    if inputs.shape != places.shape or targets.shape != places.shape:
         raise CheckFailed(
             f"{who}: inputs are {list(inputs.shape)}, targets {list(targets.shape)}; both must be [{n}, {seq_len}]",
             evidence=found,
         )
-    for name, mine, right in (("inputs", inputs, due), ("targets", targets, due + 1)):
+    for name, mine, due in (("inputs", inputs, places), ("targets", targets, places + 1)):
+        right = tokens[due]
+        if mine.dtype != right.dtype:
+            raise CheckFailed(f"{who}: {name} are {mine.dtype}, but tokens are {right.dtype}")
         if not torch.equal(mine, right):
-            place, token = (mine != right).nonzero()[0].tolist(), right[mine != right][0].item() - 1000
-            raise CheckFailed(f"{who}: {name}{place} should be token {token} of the text", evidence=found)
+            place = tuple((mine != right).nonzero()[0].tolist())
+            said = f"{who}: {name}{list(place)} is {mine[place]}, but should be token {due[place]} of the text"
+            raise CheckFailed(f"{said}, {right[place]}", evidence=found)
 
 
 # Samples for ranks.
@@ -81,8 +86,8 @@ def _judge_windows(found: Any, count: int, seq_len: int) -> None:
 )
 def check_deal(learner: Callable) -> Receipt:
     num_samples, seed = random.choice([29, 31, 37]), random.randrange(1000)
-    # Ranks, batch size, steps: 48, then 36, then 60 samples, then more than two epochs in each step.
-    legs = [(4, 3, 4), (3, 3, 4), (2, 5, 6), (2, num_samples + 5, 2)]
+    # Ranks, batch size, steps: 48, then 36, then 60 samples, then more than six epochs in each step.
+    legs = [(4, 3, 4), (3, 3, 4), (2, 5, 6), (2, 3 * num_samples + 5, 2)]
     ranks = launch(feeding.deal_on_ranks, 4, learner, num_samples, seed, legs, device="cpu")
     dealt, messages = [found for found, _ in ranks], sum(sent for _, sent in ranks)
     order, position, seen = partial(permutation, num_samples, seed), 0, Counter()
@@ -105,13 +110,13 @@ def check_deal(learner: Callable) -> Receipt:
 
 
 def _deal_in_turns(learner: Callable, seed: int) -> None:
-    """Two data sets and all ranks in one process: what a call returns depends on its arguments alone."""
-    world, batch_size = 3, random.randint(2, 4)
-    for num_samples in (random.randint(11, 19), random.randint(20, 28)):
-        order = partial(permutation, num_samples, seed)
+    """Three data sets and all ranks in one process: what a call returns depends on its arguments alone."""
+    world, batch_size, small, large = 3, random.randint(2, 4), random.randint(11, 19), random.randint(20, 28)
+    for num_samples, drawn_by in ((small, seed), (large, seed), (small, seed + 1)):
+        order = partial(permutation, num_samples, drawn_by)
         for position in (0, num_samples - 1):
             shares = [learner(position, order, num_samples, batch_size, rank, world) for rank in range(world)]
-            shares = [[int(sample) for sample in share] for share in shares]
+            shares = [feeding.whole_numbers(share) for share in shares]
             feeding.judge_step(shares, position, num_samples, batch_size, order, resumed=False)
 
 
@@ -130,8 +135,9 @@ def check_prefetch(learner: Callable) -> Receipt:
     return receipt(
         "prefetching, by events",
         [
-            *feeding.judge_overlap(learner, depth=random.randint(2, 4), total=total),
+            *feeding.judge_overlap(learner, depth=random.randint(5, 7), total=total),
             *feeding.judge_overlap(learner, depth=1, total=total + random.randint(1, 4)),
+            *feeding.judge_early_stop(learner),
             *feeding.judge_failure(learner, total=random.randint(5, 8)),
         ],
     )

@@ -5,10 +5,15 @@ judge "computes" until the batches that should be made ahead are there, and only
 """
 
 import math
+import operator
 import queue
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import thread as pools
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -42,9 +47,19 @@ def deal_on_ranks(
             for _ in range(steps):
                 if group.rank < world_size:
                     mine = deal(position, order, num_samples, batch_size, group.rank, world_size)
-                    dealt[-1].append([int(sample) for sample in mine])
+                    dealt[-1].append(whole_numbers(mine))
                 position += world_size * batch_size
     return dealt, led.messages
+
+
+def whole_numbers(share: Any) -> list[int]:
+    """A rank's samples as Python's ints; CheckFailed for anything else, 4.0 and "4" included."""
+    expect(isinstance(share, Iterable), share, "a list of ints")
+    samples = list(share)
+    try:
+        return [operator.index(sample) for sample in samples]
+    except TypeError:
+        raise CheckFailed(f"you returned {samples!r:.80}; samples are whole numbers, a list of ints") from None
 
 
 def judge_step(
@@ -61,10 +76,10 @@ def judge_step(
     where += " (just resumed on another number of ranks)" if resumed else ""
     for rank, share in enumerate(shares):
         if len(share) != batch_size:
-            raise CheckFailed(
-                f"{where}: rank {rank} got {len(share)} samples: a step that reaches the end of an epoch is filled up "
-                "from the next epoch"
-            )
+            said = f"{where}: rank {rank} got {len(share)} samples, but its share of a step is batch_size"
+            if len(share) < batch_size and position // D < (position + world * batch_size - 1) // D:
+                said += ": a step that reaches the end of an epoch is filled up from the next epoch"
+            raise CheckFailed(said)
         if outside := [sample for sample in share if not 0 <= sample < D]:
             raise CheckFailed(f"{where}: rank {rank} got sample {outside[0]}; samples are 0..{D - 1}")
     places = range(position, position + world * batch_size)
@@ -83,7 +98,7 @@ def judge_step(
         raise CheckFailed(f"{said}. Resumed wrongly: this epoch has shown {sorted(set(extra) & seen)[0]} before")
     if twice := [sample for sample, times in got.items() if times > due[sample] and times > 1]:
         raise CheckFailed(f"{said}. Sample {twice[0]} was dealt {got[twice[0]]} times: shards must not overlap")
-    raise CheckFailed(f"{said}. All ranks must cut the same order, and the cut must follow from position alone")
+    raise CheckFailed(f"{said}. All ranks must cut the same order, and the cut must follow from the arguments alone")
 
 
 # Prefetching.
@@ -117,7 +132,7 @@ def judge_overlap(prefetch: Callable, depth: int = 3, total: int = 12) -> list[R
     least_ready = depth
     for k in range(total):
         source.asked = k + 1
-        what, item = _take(batches, f"batch {k} of {total} (depth {depth})")
+        what, item = _take(batches, f"batch {k} of {total} (depth {depth})", before)
         if what == "error":
             raise item
         if what == "end":
@@ -131,10 +146,10 @@ def judge_overlap(prefetch: Callable, depth: int = 3, total: int = 12) -> list[R
                 raise CheckFailed(
                     f"{ready} made while you computed on batch {k}: loading does not overlap with compute"
                 )
+        _judge_threads(batches, before)
         if k == 0:
-            _judge_threads(before)
             source.overrun.wait(0.3)  # time to run away, for a producer that does
-    if _take(batches, "the end")[0] != "end":
+    if _take(batches, "the end", before)[0] != "end":
         raise CheckFailed(f"the iteration goes on after the last of {total} batches")
     if source.overrun.is_set():
         raise CheckFailed(
@@ -153,19 +168,70 @@ def _iterated(batches: Any) -> Iterator:
     return iter(batches)
 
 
-def _judge_threads(before: set[threading.Thread]) -> None:
-    """CheckFailed for a new thread that is no daemon; a pool of threads is told to stop by Python itself."""
-    for thread in set(threading.enumerate()) - before:
-        if not isinstance(thread, _Reader) and not thread.daemon and not thread.name.startswith("ThreadPoolExecutor"):
+def _judge_threads(batches: Iterator, before: set[threading.Thread]) -> None:
+    """CheckFailed for a new thread that is no daemon, but for a pool's: Python tells those to stop at its end."""
+    for thread in _new(before):
+        frames = _frames(thread)
+        started = any(frame.f_code.co_filename != threading.__file__ for frame in frames)
+        if started and not thread.daemon and not any(map(_is_pools, frames)):
+            _drain(batches, before)
             raise CheckFailed(
                 "your thread is no daemon: if the reader stops early, it waits for room for ever, and Python waits for "
                 "it at the end of the program"
             )
 
 
+def _drain(batches: Iterator, before: set[threading.Thread]) -> None:
+    """Takes what is left, so that a thread that waits for room ends: else this program could not end either."""
+    while _take(batches, "the end", before)[0] == "item":
+        pass
+
+
+def judge_early_stop(prefetch: Callable, total: int = 12) -> list[Row]:
+    """A reader stops after 2 batches: no thread of a pool may be left inside a task, where it waits for room."""
+    before = set(threading.enumerate())
+    batches = _iterated(prefetch(lambda k: k, total, 2))
+    for k in range(2):
+        _take(batches, f"batch {k} of {total} (depth 2)", before)
+    end = time.monotonic() + PATIENCE_S
+    while busy := [thread for thread in _new(before) if not thread.daemon and not _is_idle(thread)]:
+        if time.monotonic() > end:
+            _drain(batches, before)
+            raise CheckFailed(
+                f"a reader stopped after 2 of {total} batches, and your pool's thread still waits inside its task: "
+                "Python waits for it at the end of the program. Submit one task for each batch"
+            )
+        time.sleep(0.01)
+    return [row("threads that keep a program from ending", 0, len(busy))]
+
+
+def _new(before: set[threading.Thread]) -> list[threading.Thread]:
+    """The threads that the answer has started and that are alive."""
+    return [thread for thread in set(threading.enumerate()) - before if not isinstance(thread, _Reader)]
+
+
+def _frames(thread: threading.Thread) -> list[FrameType]:
+    """What the thread is doing, innermost call first."""
+    frame, found = sys._current_frames().get(thread.ident), []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _is_pools(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == pools.__file__ and frame.f_code.co_name == "_worker"
+
+
+def _is_idle(thread: threading.Thread) -> bool:
+    """Whether a pool's thread waits for its next task."""
+    frames = _frames(thread)
+    return not frames or _is_pools(frames[0])
+
+
 def judge_failure(prefetch: Callable, total: int = 6) -> list[Row]:
     """Batch 3 cannot be made: 0, 1, 2 arrive, then its error."""
-    broken = OSError("shard 3 cannot be read")
+    broken, before = _ShardError("shard 3 cannot be read"), set(threading.enumerate())
 
     def make(k: int) -> int:
         if k == 3:
@@ -174,8 +240,12 @@ def judge_failure(prefetch: Callable, total: int = 6) -> list[Row]:
 
     batches = _iterated(prefetch(make, total, 2))
     for k in range(4):
-        what, item = _take(batches, f"batch {k}, after the loader had failed in batch 3,")
-        if what == "error" and broken not in (item, item.__cause__, item.__context__):
+        what, item = _take(batches, f"batch {k}, after the loader had failed in batch 3,", before)
+        if what == "error" and broken is item.__context__ is not item.__cause__:
+            raise CheckFailed(
+                f"batch 3 raised {broken!r}, and {item!r} came instead: raise the error itself, or `from` it"
+            )
+        if what == "error" and broken not in (item, item.__cause__):
             raise item
         if what == "error" and k < 3:
             raise CheckFailed(f"batch {k} was good, but the error of batch 3 came in its place")
@@ -188,6 +258,10 @@ def judge_failure(prefetch: Callable, total: int = 6) -> list[Row]:
                 f"batch 3 cannot be made, and batch {item!r} came in place of batch {k}: its error is lost"
             )
     return [row("the loader's error arrives as batch", 3, k)]
+
+
+class _ShardError(Exception):
+    """An error of the loader's own, which no built-in type catches but Exception."""
 
 
 class _Reader(threading.Thread):
@@ -205,8 +279,11 @@ class _Reader(threading.Thread):
         super().run()
 
 
-def _take(batches: Any, what: str) -> tuple[str, Any]:
-    """("item", batch), ("end", None) or ("error", exception) of the next batch; refuses to wait for ever."""
+def _take(batches: Any, what: str, before: set[threading.Thread]) -> tuple[str, Any]:
+    """("item", batch), ("end", None) or ("error", exception) of the next batch; refuses to wait for ever.
+
+    before: the threads that were there before the answer began.
+    """
     box: queue.SimpleQueue = queue.SimpleQueue()
 
     def take() -> None:
@@ -221,6 +298,8 @@ def _take(batches: Any, what: str) -> tuple[str, Any]:
     try:
         return box.get(timeout=PATIENCE_S)
     except queue.Empty:
-        raise CheckFailed(
-            f"{what} has not come for {math.ceil(PATIENCE_S)} s: the consumer waits for a thread that is gone"
-        ) from None
+        waits = (
+            "thread that waits, too: for room that only the consumer makes?" if _new(before) else "thread that is gone"
+        )
+        said = f"{what} has not come for {math.ceil(PATIENCE_S)} s: the consumer waits for a {waits}"
+        raise CheckFailed(said) from None

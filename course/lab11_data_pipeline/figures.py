@@ -81,7 +81,7 @@ def draw_padding(lengths: Sequence[int], batch_size: int = 8) -> Figure:
     panels[2].set_ylim(-0.03, 1)
     panels[2].legend([*names, "packed"], loc="upper left")
     figure.get_layout_engine().set(wspace=0.06)
-    headline(figure, "Random batches are mostly padding; sorting by length helps, packing leaves almost none")
+    headline(figure, "Random batches pad the most; sorting by length helps, packing leaves almost none")
     return figure
 
 
@@ -133,7 +133,8 @@ def step_time(load_ms: float = 32.0, compute_ms: float = 20.0, workers: int = 1)
         here = predict.step_seconds(load_ms, compute_ms, ahead, workers)
         axes.plot([load_ms], [here], color=drawn.color, marker=drawn.marker, linestyle="")
         axes.annotate(f"{here:.0f} ms", (load_ms, here), xytext=(6, -12), textcoords="offset points", fontsize=9)
-    axes.axvspan(compute_ms * workers, 100, color=SPANS["input"][0], alpha=0.12, label="starved in spite of it")
+    if compute_ms * workers < 100:
+        axes.axvspan(compute_ms * workers, 100, color=SPANS["input"][0], alpha=0.12, label="starved in spite of it")
     axes.set(xlim=(0, 100), ylim=(0, 100 + compute_ms), xlabel="load one batch (ms)", ylabel="one step (ms)")
     setting = f"Predicted: compute {compute_ms:g} ms per step"
     headline(axes, "Prefetching hides the loader until it is slower than the step", setting)
@@ -141,8 +142,8 @@ def step_time(load_ms: float = 32.0, compute_ms: float = 20.0, workers: int = 1)
     return figure
 
 
-def ride_out(depth: int = 2, slow_ms: float = 100.0, every: int = 10) -> Figure:
-    """Waits of a training whose loader is quick but for every tenth batch, by prefetch depth (predicted)."""
+def ride_out(depth: int = 2, slow_ms: float = 80.0, every: int = 10) -> Figure:
+    """Waits of a training whose loader is quick but for a batch now and then, by prefetch depth (predicted)."""
     steps, compute = 60, 20.0
     loads = [slow_ms if k % every == every - 1 else 12.0 for k in range(steps)]
     waits = predict.waits(loads, [compute] * steps, depth)

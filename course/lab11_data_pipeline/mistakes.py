@@ -201,6 +201,24 @@ bpe_encode.mistake(
 )
 
 
+bpe_encode.mistake(
+    "characters instead of bytes",
+    {"bytes([byte]) for byte in piece": 'char.encode() for char in piece.decode(errors="ignore")'},
+    says="You start from characters: the vocabulary starts from single bytes, and a character may be several.",
+)
+
+
+@bpe_encode.mistake(
+    "one sweep per merge, in the order of the dict",
+    says="You go through `ranks` in the order of the dict, which need not be that of the ranks: compare its values.",
+)
+def dict_order(piece, ranks):
+    word = tuple(bytes([byte]) for byte in piece)
+    for pair in ranks:
+        word = glue(word, pair)
+    return list(word)
+
+
 @bpe_encode.mistake("the leftmost pair whose neighbours rank no lower", expect="merges")
 def leftmost_local_minimum(piece, ranks):
     word = [bytes([byte]) for byte in piece]

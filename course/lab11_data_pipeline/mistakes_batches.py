@@ -11,6 +11,7 @@ import torch
 
 from course.kit.answers import answers_of
 from course.kit.exercises import KnownAnswers
+from minillm.data import Prefetcher
 
 right = answers_of("11_data_pipeline")
 
@@ -70,6 +71,13 @@ pack_windows.mistake(
     "targets are the tokens before",
     {"return": "inputs, targets =", "+ 1].view(n, seq_len)": "+ 1].view(n, seq_len)\n    return targets, inputs"},
     says="Inputs and targets are swapped: the target is the later of the two tokens.",
+)
+
+
+pack_windows.mistake(
+    "targets are the inputs plus one",
+    {"tokens[1 : n * seq_len + 1].view(n, seq_len)": "tokens[: n * seq_len].view(n, seq_len) + 1"},
+    says="You add 1 to the tokens: a target is the token in the next place, whatever its number.",
 )
 
 
@@ -206,6 +214,20 @@ def one_ahead(make, total, depth):
 
 
 prefetch.mistake("a thread that is no daemon", {", daemon=True": ""}, expect="your thread is no daemon")
+prefetch.mistake(
+    "passes on errors of the disk alone",
+    {"ready.put((None, error))": "if isinstance(error, OSError):\n                    ready.put((None, error))"},
+    expect="waits for a thread that is gone",
+)
+prefetch.mistake(
+    "a pool's thread that fills a queue",
+    {
+        "threading.Thread(target=produce, daemon=True).start()": (
+            "from concurrent.futures import ThreadPoolExecutor\n\n    ThreadPoolExecutor(1).submit(produce)"
+        )
+    },
+    expect="still waits inside its task",
+)
 
 
 @prefetch.alternative("a list and a condition instead of a queue")
@@ -238,7 +260,7 @@ def with_condition(make, total, depth):
 
 @prefetch.alternative("a pool of one thread and a row of futures")
 def with_futures(make, total, depth):
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1, thread_name_prefix="loader") as pool:
         pending = deque(pool.submit(make, k) for k in range(min(depth, total)))
         for k in range(total):
             future = pending.popleft()
@@ -246,3 +268,8 @@ def with_futures(make, total, depth):
                 future.result()
                 pending.append(pool.submit(make, k + depth))
             yield future.result()
+
+
+@prefetch.alternative("the package's own")
+def packaged(make, total, depth):
+    return Prefetcher(make, total, 1, depth)

@@ -14,7 +14,7 @@
 # Stands on labs 02 (the step) and 03 (one shard of the batch per rank).
 #
 # The core path, the six exercises (73 minutes) and sections 6 and 7, takes two hours; with the questions at the end plan
-# three. Running the notebook from top to bottom takes under a minute. At the end you can answer:
+# three. Run All takes under a minute. At the end you can answer:
 #
 # 1. How does text become tokens without losing a byte, and in which unit do models of different vocabularies compare?
 # 2. Which rank sees which sample in which epoch, and how does a run resume at the exact one on another number of ranks?
@@ -29,8 +29,8 @@
 # > - *"Character tokens lose information."* They lose nothing that occurred in training; they make sequences longer.
 # >   Vocabularies of words lose every word that they do not hold
 # >   ([Sennrich, Haddow and Birch 2016](https://arxiv.org/abs/1508.07909)).
-# > - *"Perplexity and bits per character are the same metric."* exp(nats per token) depends on the tokenizer; bits per
-# >   byte do not (section 2).
+# > - *"Perplexity and bits per character are the same metric."* exp(nats per token) counts in the tokenizer's own unit;
+# >   bits per byte count in the text's, so they compare (section 2).
 # > - *"DistributedSampler gives each process a unique subset."* Only if the number of ranks divides the number of
 # >   samples: otherwise it repeats some, or drops some with `drop_last=True`
 # >   ([PyTorch documentation](https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler)).
@@ -65,7 +65,7 @@ for split in ("train", "validation"):
 # %% [markdown]
 # ## Predict
 #
-# Make three guesses before anything runs. They come back beside the answers.
+# Make three guesses. They come back beside the answers.
 
 # %%
 guess_tokens = 0.5  # tokens per character of Python code, with a vocabulary of 4,096
@@ -75,11 +75,11 @@ guess_step_ms = 40  # if a batch takes 32 ms to load, 20 ms to compute on, and i
 # %% [markdown]
 # ## 1 · Bytes, pairs, tokens
 #
-# Byte-pair encoding was published for characters
-# ([Sennrich, Haddow and Birch 2016](https://arxiv.org/abs/1508.07909)). GPT-2 made it start from the 256 bytes instead,
-# which can spell any text ([Radford et al. 2019](https://openai.com/index/better-language-models)). Training repeats one
-# step: find the pair of neighbouring tokens that occurs most often, and merge it into a new token wherever it stands.
-# Text is first cut into words, and no token crosses a cut. Each different word is kept once, with how often it occurs:
+# Byte-pair encoding, made to compress files, came to language as merges of *characters* ([Sennrich, Haddow and Birch
+# 2016, section 3.2, after Gage 1994](https://arxiv.org/abs/1508.07909)). GPT-2 starts from the 256 bytes, which can
+# spell any text ([Radford et al. 2019](https://openai.com/index/better-language-models)). Training repeats one step:
+# find the pair of neighbouring tokens that occurs most often, and merge it into a new token wherever it stands. Text is
+# first cut into words, and no token crosses a cut. Each different word is kept once, with how often it occurs:
 
 # %%
 sample = "low " * 5 + "lower " * 2 + "newest " * 6 + "widest widest widest"
@@ -140,7 +140,7 @@ for rank in range(8):
 
 # %%
 def encode(piece, ranks):
-    """piece: bytes, ranks: {(left, right): rank} -> list of tokens (bytes);
+    """piece: any bytes, ranks: {(left, right): rank}, in any order -> list of tokens (bytes);
     lowest rank first, until none is left."""
     # BEGIN SOLUTION
     word = [bytes([byte]) for byte in piece]
@@ -170,24 +170,23 @@ receipts.merged(merges, encode, line)
 # Byte pairs replaced two older choices, characters and words. All three on the held-out files:
 
 # %%
-receipts.tokenizers()
+text_tables.tokenizers()
 
 # %%
 receipts.lossless()
 
 # %% [markdown]
-# Characters lose nothing, unless one never occurred in training; what they cost is length. *Words* do lose information:
-# a name that is not in the vocabulary is gone.
-#
-# Two rivals of BPE are in wide use: *WordPiece* (BERT) merges the pair that is most frequent *beside its parts* and encodes
-# the longest token first; *Unigram* (T5, in SentencePiece) gives pieces probabilities and takes the likeliest split.
+# Two rivals of BPE are in wide use: *WordPiece* (BERT) merges the pair that is most frequent *beside its parts* and
+# encodes the longest token first; *Unigram* (T5, in SentencePiece) gives pieces probabilities (below, pieces of up to 6
+# bytes) and takes the likeliest split.
 
 # %%
 text_tables.three_methods(sample)
 
 # %% [markdown]
 # How many merges should it be? They are learnt one after the other, so a smaller vocabulary is the beginning of a larger
-# one, and a single training gives the whole curve.
+# one, and a single training gives the whole curve. It reads an eighth of the files, so its 4,096 tokens are not quite
+# the committed ones.
 
 
 # %%
@@ -204,14 +203,14 @@ receipts.more_merges(guess_tokens)
 
 # %% [markdown]
 # Before any of this, copies are dropped, and sources are mixed by weight: a source of n tokens with share w of a run of T is
-# read wT/n times, and beyond about four reads its tokens teach little
+# read wT/n times. Up to about four reads are nearly as good as new text; the value of further ones decays to nothing
 # ([Muennighoff et al. 2023](https://arxiv.org/abs/2305.16264)). Hashes of rows of words find copies that equality misses:
 
 # %%
 text_tables.copies()
 
 # %% [markdown]
-# What else happens before and after pretraining, and which tokens count there: the table of stages in lab 17.
+# The stages before and after pretraining: a table in lab 17.
 #
 # ## 2 · Which unit?
 #
@@ -233,18 +232,19 @@ bits_per_byte = check("bits-per-byte", bits_per_byte)
 
 # %% [markdown]
 # The same kind of model, a 2-gram with the smoothing of Kneser and Ney
-# ([Chen and Goodman 1999](https://doi.org/10.1006/csla.1999.0128)), on three vocabularies:
+# ([Chen and Goodman 1999](https://doi.org/10.1006/csla.1999.0128)), on four vocabularies of that curve:
 
 # %%
-receipts.units(bits_per_byte)
+text_tables.units(bits_per_byte)
 
 # %% [markdown]
-# Perplexity rises from line to line because each token stands for more bytes; bits per byte fall because two longer
-# tokens are more context. Compare losses of different tokenizers in bits per byte, and in nothing else.
+# Perplexity rises from line to line because each token stands for more bytes. Bits per byte fall because two longer
+# tokens are more context, until their pairs are too rare to learn. Compare losses of different tokenizers in bits per
+# byte, and in nothing else.
 #
-# The next table is the bar for every model trained in this course, with the committed vocabulary of 4,096. *Formula*
-# converts the loss with your function; *measured* adds up −log₂ p over the whole text and never asks how many tokens
-# there are.
+# The next table is the bar for every model trained in this course: the committed vocabulary, and all files to learn from
+# instead of an eighth. *Formula* converts the loss with your function; *measured* adds up −log₂ p over the whole text and
+# never asks how many tokens there are.
 
 # %%
 receipts.ngram_baseline(bits_per_byte)
@@ -253,7 +253,7 @@ receipts.ngram_baseline(bits_per_byte)
 # ## 3 · Batches: pad, sort or pack
 #
 # Files differ in length, and a batch is a rectangle. Padding each row to the longest wastes 1 − mean/max of the batch:
-# the padding is computed like everything else and thrown away.
+# it is computed and thrown away.
 
 
 # %%
@@ -269,7 +269,7 @@ show(padding_view)
 sliders(padding_view, batch_size=[2, 4, 8, 16, 32])
 
 # %% [markdown]
-# The formula beside padding that is counted, position by position, in padded tensors. The last row has 8,000 lengths
+# The formula beside padding counted in padded tensors. The last row has 8,000 lengths
 # drawn evenly from 1 to 2,048, for which the expected padding of B rows is (B−1)/2B.
 
 # %%
@@ -287,13 +287,12 @@ receipts.padding(guess_padding)
 # ### Exercise 4 · windows (10 minutes)
 #
 # Make as many whole windows as the tokens fill. Within them every token but the first is a target exactly once, so the
-# last target of a window is the first input of the next. What does not fill another window is left out. `tokens` is a
-# one-dimensional tensor.
+# last target of a window is the first input of the next. What does not fill another window is left out.
 
 
 # %%
 def windows(tokens, seq_len):
-    """tokens: [T] -> (inputs, targets), each [n, seq_len]."""
+    """tokens: [T], T > seq_len -> (inputs, targets), each [n, seq_len] of the same dtype."""
     # BEGIN SOLUTION
     n = (len(tokens) - 1) // seq_len
     return tokens[: n * seq_len].view(n, seq_len), tokens[1 : n * seq_len + 1].view(n, seq_len)
@@ -320,7 +319,8 @@ receipts.packed(windows)
 # ### Exercise 5 · deal (15 minutes)
 #
 # `order(epoch)` is the permutation of an epoch, an array of sample numbers; it is the same on every rank because it is
-# drawn from (seed, epoch). A step may reach into the next epoch.
+# drawn from (seed, epoch). A step may reach into the next epochs. Another way to deal passes, too, if the
+# ranks' shares together are the step's samples.
 
 
 # %%
@@ -348,22 +348,21 @@ receipts.dealt(before, after)
 # %% [markdown]
 # ## 5 · In time
 #
-# A step is input, forward, backward and optimizer (and, between ranks, communication). Where does its time go when
-# batches come from a slow place? Below, loading takes as long as an *emulated* remote read; the model and its step are
-# real.
+# A step is input, forward, backward and optimizer. Where does its time go when batches come from a slow place? Below,
+# loading takes as long as an *emulated* remote read; the model and its step are real.
 #
 # ### Exercise 6 · prefetch (20 minutes)
 #
-# Make the next batches in a thread while the current one is computed: in order, and at most `depth` finished ones kept
-# ready (one more may be in the making). If `make` raises an exception, it must arrive where its batch was due, after
-# the good ones before it. A reader may stop early, and the program must be able to end then: make the thread a daemon.
+# While a batch is computed on, a thread makes the next `depth`, in order, and at most one more (in the making, or waiting
+# for room). An exception of `make` must arrive where its batch was due, itself or as another's `__cause__`. A reader may
+# stop early, and the program must be able to end then: make the thread a daemon, or submit one task per batch to a pool.
 # The check looks at the order of events, not at a clock.
 
 
 # %%
 def prefetch(make, total, depth):
-    """Iterates make(0), ..., make(total - 1),
-    made by a thread that runs about `depth` batches ahead."""
+    """Iterates make(0), ..., make(total - 1), none of them None,
+    made `depth` batches ahead; total and depth are 1 or more."""
     # BEGIN SOLUTION
     ready = queue.Queue(maxsize=depth)
 
@@ -416,7 +415,7 @@ sliders(figures.step_time, load_ms=(0.0, 100.0, 1.0), compute_ms=(5.0, 60.0, 1.0
 
 # %% [markdown]
 # *Depth* solves another problem. It does nothing for a loader that is slow on average, but it bridges the gaps of one
-# that is slow now and then (a cold shard, a busy disk). How deep must the queue be until the waits are gone?
+# that is slow now and then (a cold shard, a busy disk). How deep must the queue be until only the first step waits?
 
 # %%
 show(figures.ride_out)
@@ -453,8 +452,8 @@ receipts.two_jobs(jobs)
 #
 # ## 7 · Break it: samples lost on resume
 #
-# A run saves the position of its *loader*, but the loader runs ahead of training. It is stopped after 5 steps. How many
-# samples of the epoch are never trained on?
+# A run saves the position of its *loader*, which runs 4 batches of 8 samples ahead of training. It is stopped after 5
+# steps. How many samples of the epoch are never trained on?
 
 # %%
 receipts.lost(deal)
@@ -501,10 +500,9 @@ for name, everyone in (("without set_epoch", plain), ("with set_epoch", fresh)):
 receipts.torch_sampler(plain, fresh)
 
 # %% [markdown]
-# It **repeats** samples so that all ranks make equally many steps (with `drop_last=True` it drops some instead), which
-# spoils an evaluation that counts each sample once. **Without `sampler.set_epoch(epoch)` every epoch has the same
-# order.** Neither raises an error. And it knows no position: to resume inside an epoch one skips batches, or uses
-# torchdata's `StatefulDataLoader`.
+# It **repeats** samples so that all ranks make equally many steps, which spoils an evaluation that counts each sample
+# once. **Without `sampler.set_epoch(epoch)` every epoch has the same order.** And it knows no position: to resume inside
+# an epoch one skips batches, or uses torchdata's `StatefulDataLoader`.
 #
 # The committed tokenizer is a Hugging Face file, and `transformers` reads it:
 
@@ -528,8 +526,7 @@ receipts.fast_tokenizer()
 # `labs/torchrun/11_data_pipeline.py` deals and counts on any number of processes; fill in `deal` there first. On each of
 # two nodes: `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500
 # labs/torchrun/11_data_pipeline.py`; on one machine `python labs/torchrun/11_data_pipeline.py` starts 4 ranks itself.
-# No rank has to ask another which samples are its own: they follow from the seed and the position. The token file lies
-# on a shared disk or is copied to local ones first; a rank's samples are then random reads in it.
+# The token file lies on a shared disk or is copied to local ones first; a rank's samples are then random reads in it.
 #
 # ## 11 · Interview corner
 #
@@ -572,14 +569,14 @@ receipts.numbers()
 # <details><summary>Answer</summary>
 #
 # Only if N divides D. Otherwise it repeats N·ceil(D/N) − D samples: 61 for 1,000,003 on 64 ranks, 24 for 1,000 on 512.
-# Harmless in training, wrong in an evaluation on 1,000 questions. And without `set_epoch` the order repeats.
+# Harmless in training, wrong in an evaluation on 1,000 questions.
 # </details>
 #
 # **5. nanoGPT draws random windows, with replacement. What is an epoch there?**
 # <details><summary>Answer</summary>
 #
-# There is none. After as many draws as there are windows, 1/e = 37 % of them have never been drawn. That is fine for less
-# than one pass over very much text; but only the generator's state resumes it.
+# There is none: windows start anywhere. After T / seq_len draws, one pass worth of tokens, 1/e = 37 % of the tokens have
+# not been seen. That is fine for less than one pass over very much text; but only the generator's state resumes it.
 # </details>
 #
 # **6. The GPUs are 40 % busy. Is it the input, and what do you do?**
@@ -587,7 +584,7 @@ receipts.numbers()
 #
 # Train on one batch kept in memory: if the step gets quicker, it was the input. If load exceeds compute, depth does not
 # help; 50 ms against 20 ms makes 50 ms steps with one worker and 20 ms with three. If some batches come late, depth does
-# help. And tokenize beforehand.
+# help.
 # </details>
 #
 # **7. Does pretraining need a fast disk?**
@@ -600,9 +597,10 @@ receipts.numbers()
 # **8. After a crash and a resume the loss curve is slightly different. What do you check in the data pipeline?**
 # <details><summary>Answer</summary>
 #
-# Was the position saved that training had *taken*, or the one the loader had *made*? The second loses depth · global
-# batch samples, 32 in section 7. Does the order follow from (seed, epoch), or from a generator whose state is gone? Does
-# the position count samples, or steps of what was then the batch size?
+# Was the position saved that training had *taken*, or the one the loader had *made*? The second loses all batches made
+# ahead, 4 · 8 samples in section 7 (and a fifth batch, if a thread holds it while it waits for room). Does the order
+# follow from (seed, epoch), or from a generator whose state is gone? Does the position count samples, or steps of what
+# was then the batch size?
 # </details>
 #
 # **9. All ranks log a sensible loss. How do you know that they see different data?**
@@ -619,8 +617,8 @@ receipts.numbers()
 # bytes per second is that as uint32, and how long does a corpus of 15 trillion tokens last? What does the answer say
 # about streaming the tokens from one object store?
 #
-# **B.** Fine-tuning examples have lengths spread evenly between 1 and 2,048 tokens. What share of the GPU time does
-# padding to the longest of a batch of 16 cost, and how much more throughput would perfect packing give?
+# **B.** Fine-tuning examples have lengths spread evenly between 1 and 2,048 tokens. What share of the positions is padding
+# to the longest of a batch of 16, and how much more throughput would perfect packing give, at equal cost per position?
 
 # %%
 receipts.design()
@@ -636,7 +634,7 @@ receipts.design()
 # </details>
 #
 # **Open task.** Give the committed token file a second epoch that differs from the first, resume it at step 1,000 on half
-# as many ranks, and prove with counts (not by reading the code) that no sample was repeated or lost.
+# as many ranks, and prove with counts that no sample was repeated or lost.
 #
 # ## You can now answer
 #
@@ -645,7 +643,7 @@ receipts.design()
 # 2. **Which rank sees which sample, and how does a run go on?** Place p of one endless stream, dealt like cards; the
 #    position that training has *taken* is the whole state.
 # 3. **When does loading cost time?** On demand always: load + compute. Prefetched, only if load / workers exceeds
-#    compute.
+#    compute on average, or one slow batch outlasts the queue.
 #
 # Next: [12 · Decoding](12_decoding.ipynb), where the batch grows by one token at a time.
 

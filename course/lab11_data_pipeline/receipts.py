@@ -16,8 +16,8 @@ from course.kit.answers import answers_of
 from course.kit.receipts import Receipt, formula, receipt, row
 from course.lab11_data_pipeline import bpe, experiments, experiments_breaks
 from course.lab11_data_pipeline import formulas as predict
-from course.lab11_data_pipeline.baselines import character_tokenizer, word_tokenizer
 from course.lab11_data_pipeline.padding import length_batches
+from course.lab11_data_pipeline.receipts_text import word_baseline
 from course.shared.table import Table, table
 from minillm.comm import launch
 from minillm.data import Tokenizer
@@ -51,23 +51,6 @@ def merged(merges: Sequence | None = None, encode: Callable | None = None, line:
     )
 
 
-def word_baseline():
-    """A word tokenizer with the size of the committed vocabulary."""
-    return word_tokenizer("".join(experiments.documents("train")[:: experiments.SHARE]), 4096)
-
-
-def tokenizers() -> Table:
-    """Characters, words and byte pairs on the held-out files."""
-    train = "".join(experiments.documents("train")[:: experiments.SHARE])
-    text, rows = experiments.held_out_text(), []
-    named = {"characters": character_tokenizer(train), "words": word_baseline(), "byte pairs": Tokenizer.load()}
-    for name, tokenizer in named.items():
-        ids = tokenizer.encode(text)
-        lost = 0.0 if name == "byte pairs" else tokenizer.unknown_share(text)
-        rows.append((name, tokenizer.vocab_size, f"{len(ids):,}", f"{lost:.2%}", str(tokenizer.decode(ids) == text)))
-    return table("the held-out files", ("tokens are", "vocabulary", "tokens", "unknown", "text comes back"), rows)
-
-
 def lossless() -> Receipt:
     """Byte pairs give every text back; a vocabulary of words does not."""
     tokenizer, noise, text = Tokenizer.load(), os.urandom(10_000), experiments.held_out_text()
@@ -88,7 +71,7 @@ def more_merges(guess: float | None = None) -> Receipt:
     curve = experiments.tokens_by_vocabulary()
     counts, at = curve["tokens"], curve["vocab_size"].index(4096)
     return receipt(
-        "more merges",
+        "more merges, learnt on an eighth of the files",
         [
             row("tokens per character at 4,096", None, counts[at] / curve["characters"], guess=guess),
             row("each doubling gives fewer tokens", True, counts == sorted(counts, reverse=True)),
@@ -101,16 +84,6 @@ def more_merges(guess: float | None = None) -> Receipt:
 
 
 # Units of loss.
-
-
-def units(bits_per_byte: Callable | None = None, sizes: Sequence[int] = (257, 1024, 8192)) -> Table:
-    """The same kind of model, a 2-gram, on three vocabularies, in three units."""
-    rows, text_bytes = [], experiments.tokens_by_vocabulary()["bytes"]
-    for size in sizes:
-        nats, tokens = experiments.ngram_loss(size)
-        bits = (bits_per_byte or answers.bits_per_byte)(nats, tokens, text_bytes)
-        rows.append((f"{size:,}", f"{nats:.3f}", f"{predict.perplexity(nats):,.1f}", f"{bits:.3f}"))
-    return table("2-grams on the held-out files", ("vocabulary", "nats/token", "perplexity", "bits/byte"), rows)
 
 
 def units_disagree() -> Receipt:
@@ -312,13 +285,14 @@ def fast_tokenizer() -> Receipt | str:
 
 def numbers() -> Table:
     """What the answers of the interview corner quote, computed."""
-    never = 1 - len(set(np.random.default_rng(0).integers(0, 100_000, 100_000).tolist())) / 100_000
+    seen = np.zeros(10_000_000, bool)
+    for start in np.random.default_rng(0).integers(0, len(seen) - 100, 100_000):
+        seen[start : start + 100] = True
     lengths = experiments.lengths()
     files = predict.padding_waste([[lengths[i] for i in batch] for batch in length_batches(lengths, 8, 0)])
     eaten = 0.4 * H100_BF16 / (6 * 7e9)
-    curve = experiments.tokens_by_vocabulary()
-    length = curve["characters"] / curve["tokens"][curve["vocab_size"].index(4096)]
-    unknown = word_baseline().unknown_share(experiments.held_out_text())
+    text = experiments.held_out_text()
+    length, unknown = len(text) / len(Tokenizer.load().encode(text)), word_baseline().unknown_share(text)
     rows = [
         ("1", "characters per token at 4,096; unknown share with 4,096 words", f"{length:.1f}; {unknown:.0%}"),
         ("3", "padding, even lengths, batches of 8 and of 32",
@@ -326,7 +300,7 @@ def numbers() -> Table:
         ("3", "padding, this corpus, random batches of 8", f"{files:.0%}"),
         ("4", "repeated: 1,000,003 samples on 64 ranks, 1,000 on 512",
          " and ".join(str(predict.sampler_duplicates(*each)) for each in ((1_000_003, 64), (1_000, 512)))),
-        ("5", "of 100,000 windows drawn 100,000 times: never seen", f"{never:.1%}"),
+        ("5", "of 10,000,000 tokens, 100,000 windows of 100 drawn: never seen", f"{1 - seen.mean():.1%}"),
         ("6", "load 50 ms, compute 20 ms: 1 and 3 workers",
          " and ".join(f"{predict.step_seconds(50, 20, True, workers):.0f} ms" for workers in (1, 3))),
         ("7", "7B on one H100 at 40 % of peak; as uint16", f"{eaten:,.0f} tokens/s; {2 * eaten / 1e3:.0f} kB/s"),

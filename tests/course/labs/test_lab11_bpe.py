@@ -84,7 +84,7 @@ def test_a_vocabulary_without_room_for_the_bytes_is_refused():
 def test_words_lose_text_and_characters_make_it_long():
     documents = [document.text for document in corpus().documents("validation")]
     train, held_out = "".join(documents[:-3]), "".join(documents[-3:])
-    words, characters = word_tokenizer(train, 2000), character_tokenizer(train)
+    words, characters = word_tokenizer([train], 2000), character_tokenizer(train)
     assert words.unknown_share(held_out) > 0.02
     assert UNKNOWN in words.decode(words.encode(held_out))
     assert len(words.encode(held_out)) < len(characters.encode(held_out)) == len(held_out)
