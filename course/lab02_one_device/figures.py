@@ -157,7 +157,8 @@ def recompute_plan(seq: int = 4096, batch: int = 1, layers: int = 32) -> Figure:
 
 
 def draw_split(splits: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Where the time of a training step goes: input, forward, backward, optimizer, per precision; and the MFU."""
+    """Where the time of a training step goes, with and without recomputation, and the MFU; parts too thin to be seen
+    have no label."""
     figure, axes = subplots(width=8.6, height=1.0 + 0.62 * len(splits))
     parts = {
         "input": SPANS["input"],
@@ -200,7 +201,7 @@ def a_trace() -> Figure:
 
 
 def draw_underflow(gradients: Tensor, scale_log2: int = 0, tokens: int = 512, batch_tokens: int = 4_000_000) -> Figure:
-    """Real gradients, as small as a batch of millions of tokens makes them, in the range of float16 after scaling."""
+    """Gradients, as small as a batch of millions of tokens makes them, in the range of float16 after scaling."""
     scaled = gradients[gradients != 0].abs().double() * (tokens / batch_tokens) * 2.0**scale_log2
     exponents = torch.log2(scaled).numpy()
     lost, over = (scaled < 2.0**-25).double().mean().item(), (scaled > 65504).double().mean().item()
@@ -216,7 +217,7 @@ def draw_underflow(gradients: Tensor, scale_log2: int = 0, tokens: int = 512, ba
     axes.axvspan(16, 24, color=PALETTE["purple"], alpha=0.25, label="becomes infinite")
     axes.set(xlim=(-60, 24), xlabel="log2 of the gradient times the scale", ylabel="share of the gradients")
     axes.set_title(f"Scale 2^{scale_log2}: {lost:.1%} become zero" + (f", {over:.1%} infinite" if over else ""))
-    axes.legend(loc="upper right")
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
@@ -224,23 +225,19 @@ def draw_underflow(gradients: Tensor, scale_log2: int = 0, tokens: int = 512, ba
 
 
 def draw_runs(runs: Mapping[str, Any]) -> Figure:
-    """Loss and gradient norm of fine-tunings from the same weights."""
-    figure, (left, right) = subplots(1, 2, width=9, height=3.2)
+    """Loss of fine-tunings from the same weights."""
+    figure, axes = subplots(width=7.4, height=3.2)
     for index, (name, run) in enumerate(runs.items()):
         drawn = look(index)
-        for axes, values in ((left, run.loss), (right, run.grad_norm)):
-            axes.plot(
-                values, color=drawn.color, linestyle=drawn.linestyle, marker=drawn.marker, markevery=10, label=name
-            )
-    left.set(xlabel="step", ylabel="loss (nats)")
-    right.set(xlabel="step", ylabel="norm of the gradient", yscale="log")
-    left.legend()
-    headline(figure, "Three fine-tunings from the same weights, on the same text")
+        axes.plot(run.loss, color=drawn.color, linestyle=drawn.linestyle, marker=drawn.marker, markevery=10, label=name)
+    axes.set(xlabel="step", ylabel="loss (nats)")
+    axes.legend()
+    headline(axes, "Three fine-tunings from the same weights, on the same text")
     return figure
 
 
 def three_losses() -> Figure:
-    """Loss and gradient norm of three fine-tunings, two of which are broken."""
+    """Loss of three fine-tunings, two of which are broken."""
     return draw_runs(experiments.tunings())
 
 

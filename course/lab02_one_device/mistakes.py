@@ -110,7 +110,7 @@ mfu.mistake(
 mfu.mistake(
     "attention as if it were not causal",
     {"(seq + 1) / 2": "seq"},
-    says="A causal query meets (seq + 1) / 2 keys on average, not seq.",
+    says="A causal query meets (seq + 1) / 2 keys on average; PaLM's own formula counts all seq.",
 )
 mfu.mistake(
     "scores without values",
@@ -131,6 +131,11 @@ mfu.mistake(
     "half of seq keys",
     {"seq + 1": "seq"},
     says="On average that is (seq + 1) / 2 keys, since a query also meets its own: not seq / 2.",
+)
+mfu.mistake(
+    "whole keys",
+    {"(seq + 1) / 2": "((seq + 1) // 2)"},
+    says="For an even seq the mean is not whole: divide with /.",
 )
 mfu.mistake(
     "attention backward counted once",

@@ -61,6 +61,31 @@ class Reentrant(torch.autograd.Function):
         return (None, x.grad) + (None,) * ctx.count
 
 
+recompute_block.mistake(
+    "keeps the output as an attribute",
+    {"return block(x)": "ctx.y = block(x)\n        return ctx.y.clone()"},
+    expect="where the block inputs take",
+)
+recompute_block.mistake(
+    "backward inside, and .grad cleared",
+    {
+        "return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)": (
+            "y.backward(gradient)\n"
+            "        found = [parameter.grad for parameter in ctx.block.parameters()]\n"
+            "        ctx.block.zero_grad()\n"
+            "        return None, x.grad, *found"
+        )
+    },
+    expect="changes or clears it",
+)
+recompute_block.mistake(
+    "a list of inputs on the block",
+    {
+        "ctx.save_for_backward(x)": "block.__dict__.setdefault('inputs', []).append(x)",
+        "(x,) = ctx.saved_tensors": "x = ctx.block.inputs.pop()",
+    },
+    expect="not in a list that all runs share",
+)
 recompute_block.alternative(
     "keeps x as an attribute",
     {"ctx.save_for_backward(x)": "ctx.x = x", "(x,) = ctx.saved_tensors": "", "x = x.detach()": "x = ctx.x.detach()"},

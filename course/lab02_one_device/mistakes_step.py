@@ -86,15 +86,20 @@ def in_float32(model, microbatches):
     return torch.tensor(right.accumulate(model, microbatches), dtype=torch.float32)
 
 
-@accumulate.alternative("weighs each mean by its share of the tokens")
-def weighted_means(model, microbatches):
-    tokens, loss = sum(count(targets) for _, targets in microbatches), 0.0
-    for inputs, targets in microbatches:
-        nll, own = model(inputs, targets=targets)
-        share = (nll / own) * (count(targets) / tokens)
-        share.backward()
-        loss += share.item()
-    return loss
+accumulate.mistake(
+    "weighs each mean by its share of the tokens",
+    {"nll, _ =": "nll, own =", "(nll / tokens)": "(nll / own * (own / tokens))"},
+    expect="the mean of none is 0 / 0",
+)
+accumulate.mistake(
+    "a first pass to count tokens",
+    {"int((targets != -100).sum()) for _, targets": "int(model(inputs, targets=targets)[1]) for inputs, targets"},
+    expect="one each is enough",
+)
+accumulate.alternative(
+    "passes over a microbatch that counts no token",
+    {"        nll, _ =": "        if (targets == -100).all():\n            continue\n        nll, _ ="},
+)
 
 
 @accumulate.alternative("adds sums and divides the gradients at the end")
@@ -150,6 +155,20 @@ loss_scaling.mistake(
         ),
     },
     expect="the optimizer saw gradients still scaled",
+)
+loss_scaling.mistake(
+    "steps with gradients of zero",
+    {
+        "return scale / 2, 0": (
+            "optimizer.zero_grad(set_to_none=False)\n        optimizer.step()\n        return scale / 2, 0"
+        )
+    },
+    expect="called all the same",
+)
+loss_scaling.mistake(
+    "takes a large gradient for an overflow",
+    {"weight.grad.isfinite().all()": "(weight.grad.abs() < 1).all()"},
+    expect="all gradients were finite",
 )
 loss_scaling.mistake("counts one step too many", {"good_steps + 1 ==": "good_steps =="}, expect="it doubles, to stay")
 
@@ -215,6 +234,14 @@ clip_global_norm.mistake(
     "clips values",
     {"gradient *= (max_norm / norm).clamp(max=1.0)": "gradient.clamp_(-max_norm / 10, max_norm / 10)"},
     expect="the direction changed",
+)
+clip_global_norm.mistake(
+    "clips values to the limit before it scales",
+    {"gradient *= (": "gradient.clamp_(-max_norm, max_norm)\n            gradient *= ("},
+    expect="the direction changed",
+)
+clip_global_norm.mistake(
+    "vectors only", {"gradient.square().sum()": "gradient @ gradient"}, expect="stopped with RuntimeError"
 )
 clip_global_norm.mistake(
     "makes new tensors", {"gradient *= (": "gradient = gradient * ("}, expect="scale them in place"

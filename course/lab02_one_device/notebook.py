@@ -14,7 +14,7 @@
 # Stands on lab 00 (the roofline).
 #
 # The core path, sections 1 to 5 and 7, takes two hours (its exercises 68 minutes); with the questions at the end plan three
-# to four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
+# to four. Run All takes about a minute. At the end you can answer:
 #
 # 1. What fills the memory of a step, and which part do mixed precision, accumulation and recomputation shrink?
 # 2. How many FLOPs does a step need, and what share of the machine does it really use?
@@ -25,8 +25,8 @@
 #
 # > **Common claims**
 # >
-# > - *"Mixed precision halves memory"*, or *"adds communication."* It saves nothing of what is held between steps: 4 + 4 + 8 = 16 bytes per
-# >   parameter in float32 and 2 + 2 + 4 + 8 = 16 with masters ([Rajbhandari et al.
+# > - *"Mixed precision halves memory"*, or *"adds communication."* It saves nothing of what is held when backward is
+# >   done: 4 + 4 + 8 = 16 bytes per parameter in float32 and 2 + 2 + 4 + 8 = 16 with masters ([Rajbhandari et al.
 # >   2020](https://arxiv.org/abs/1910.02054), §3.1). Activations and messages shrink.
 # > - *"Adam needs 8 bytes per parameter."* That is its two moments. With 16-bit weights a float32 copy of the weights
 # >   comes on top: 12.
@@ -48,7 +48,7 @@ from course.lab02_one_device import experiments, figures, receipts
 # Three guesses before anything runs. They come back with the answers.
 
 # %%
-guess_bytes = 8  # bytes per parameter that a step holds with bf16 weights (activations apart)
+guess_bytes = 8  # bytes per parameter that stay between two steps with bf16 weights and masters
 guess_saved = 0.5  # share of the peak memory of a step that autocast to bf16 saves
 guess_again = 1.1  # FLOPs of a step in which every block is recomputed, as a multiple
 
@@ -65,7 +65,7 @@ guess_again = 1.1  # FLOPs of a step in which every block is recomputed, as a mu
 # The model: `layers` residual blocks `x + down(relu(up(x)))`, without biases, for `tokens` rows of `hidden` numbers;
 # `up` is hidden × intermediate. The optimizer is Adam. `mixed`: weights, gradients and activations in 16 bits, and an
 # optimizer that keeps its own float32 copy of the weights beside its float32 moments. The check runs the step and
-# counts.
+# counts (Adam's step numbers apart).
 
 
 # %%
@@ -90,8 +90,8 @@ receipts.bytes_per_parameter(memory_ledger, guess_bytes)
 
 # %% [markdown]
 # **Sixteen in both.** The two bytes saved on weights and the two saved on gradients are the four bytes of the master
-# copy. When the masters are stepped with float32 gradients, it is 18 for a moment. What shrinks are activations, memory
-# traffic and time.
+# copy. When the masters are stepped with float32 gradients, it is 18 for a moment; between steps there are no gradients.
+# What shrinks are activations, memory traffic and time.
 #
 # Now the whole transformer of this course (`minillm/model/transformer.py`; Llama's shape: RMSNorm, rotary positions and
 # SwiGLU, an MLP with a gate), from embedding to loss. `predict.training.memory` does the same arithmetic for it,
@@ -124,11 +124,10 @@ receipts.saved_by_16_bits(measured, guess_saved)
 # %% [markdown]
 # Autocast does not even halve the activations. Norms and the residual stream stay in float32; the output of a norm is
 # cast once for each matmul that reads it, and the casts are kept until backward. The lowest bar is the peak of
-# everything together. It is not the sum of the others, because the kinds peak at different moments: activations at the
-# loss, gradients at the end of backward, and temporaries such as the logits come on top.
+# everything together, not the sum of the others: activations peak at the loss, gradients at the end of backward.
+# Temporaries such as the logits come on top.
 #
-# What does your model need? Nothing is measured in this figure: it applies the formula that you have just seen beside
-# measurements.
+# What does your model need? This figure measures nothing: it applies the formula.
 
 # %%
 show(figures.memory_plan)
@@ -159,8 +158,8 @@ receipts.six_flops()
 #
 # *Model FLOPs utilization* ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311), appendix B) is the useful FLOP/s
 # over what the machine could do. The useful FLOPs are 6 per weight and token, plus what *causal* attention must compute:
-# a query of `width` = heads · head dimension numbers meets (seq + 1) / 2 keys on average, in each layer; scores and
-# values cost 2 FLOPs per number and key each, and backward twice as much again.
+# a query of `width` = heads · head dimension numbers meets (seq + 1) / 2 keys on average, in each layer (that appendix
+# counts all seq); scores and values cost 2 FLOPs per number and key each, and backward twice as much again.
 
 
 # %%
@@ -184,7 +183,7 @@ splits = figures.splits()
 
 
 def step_split():
-    """Time of a step of the target model: input, forward, backward, optimizer;
+    """Time of a step of the target model: forward, backward, optimizer;
     with and without recomputation."""
     return figures.draw_split(splits)
 
@@ -195,8 +194,8 @@ show(step_split)
 receipts.step(splits, mfu)
 
 # %% [markdown]
-# Backward has twice the FLOPs of forward, but not twice the time here: the head's part of it is computed with the loss, a
-# few hundred tokens at a time, so that the logits of all tokens never exist together.
+# Backward has twice the FLOPs of forward, but not twice the time here: the head's part of it is computed with the loss,
+# 512 tokens at a time (here all), while their logits are at hand.
 #
 # ### Read a trace
 #
@@ -212,10 +211,10 @@ receipts.trace()
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# *Matmul* shrinks with faster arithmetic. *All else* (norms, SwiGLU's products, casts, the softmax of the loss) is
-# thousands of small operations that read and write memory and compute little: fusing them saves reads and launches.
-# *Optimizer* reads and writes 28 bytes per parameter once per step, whatever the batch, so its *share* falls as the
-# batch grows.
+# *Matmul* and *attention* shrink with faster arithmetic. *All else* (norms, SwiGLU's products, casts, the softmax of the
+# loss) is thousands of calls. Most move no data; the others read and write memory and compute little: fusing them saves
+# reads and launches. *Optimizer* reads and writes 28 bytes per parameter once per step, whatever the batch, so its
+# *share* falls as the batch grows.
 # </details>
 #
 # On a GPU a trace has more rows, and they mean something else. The CPU row only *launches* kernels and runs ahead;
@@ -235,19 +234,19 @@ receipts.trace()
 # ## 3 · Accumulation: a big batch in small pieces
 #
 # Gradients add up in `.grad`. So a batch can be processed in microbatches, each freed before the next: the activations of
-# one microbatch, the gradient of all. The result is right only if you divide by the right number.
+# one microbatch, the gradient of all.
 #
 # ### Exercise 3 · accumulate (10 minutes)
 #
 # `model(inputs, targets=targets)` returns (sum of the token losses, number of tokens that count); a target of −100 does
-# not count. Microbatches hold different numbers of counted tokens. The result must be the gradient of the mean over
-# *all* tokens.
+# not count. Microbatches hold different numbers of counted tokens, some none. The result must be the gradient of the mean
+# over *all* tokens.
 
 
 # %%
 def accumulate(model, microbatches):
-    """microbatches: list of (inputs, targets).
-    Leaves the gradients in .grad, returns the mean loss, a float."""
+    """microbatches: list of (inputs, targets); each runs forward once.
+    Leaves the gradients in .grad, which is empty before; returns the mean loss, a float."""
     # BEGIN SOLUTION
     tokens = sum(int((targets != -100).sum()) for _, targets in microbatches)
     loss = 0.0
@@ -279,16 +278,16 @@ receipts.sixteen_bits()
 
 # %% [markdown]
 # Above 1.0 the next bfloat16 is 2⁻⁷ away: adding a thousandth rounds back to 1, a thousand times. That is why masters
-# exist. float16 rounds small *gradients* to zero. How small are real ones? These are the gradients that the backward
-# pass carries between the blocks of the target model on text, scaled to a batch of 4 M tokens (they were measured on
-# 512 tokens, and the mean over more divides them by more):
+# exist. float16 rounds small *gradients* to zero. How small are they? Backward carries these between the blocks of the
+# untrained target model on text. They are scaled from 512 tokens, where they were measured, to a batch of 4 M, since a
+# mean over more divides by more:
 
 # %%
 gradients = experiments.text_gradients()
 
 
 def underflow(scale_log2=0):
-    """Share of real gradients by magnitude, and where float16 ends below and above,
+    """Share of the gradients by magnitude, and where float16 ends below and above,
     at a given loss scale."""
     return figures.draw_underflow(gradients, scale_log2)
 
@@ -311,9 +310,9 @@ sliders(underflow, scale_log2=(0, 40))
 
 # %%
 def scaled_step(loss, optimizer, scale, good_steps, interval):
-    """Steps, or skips the step; (scale, good_steps) for the next one.
+    """Calls optimizer.step(), or does not; returns (scale, good_steps) for the next one.
 
-    The weights are in optimizer.param_groups[i]["params"].
+    The weights are in optimizer.param_groups[i]["params"]. The scale has no limits.
     """
     # BEGIN SOLUTION
     (loss * scale).backward()
@@ -343,13 +342,17 @@ scaled_step = check("loss-scaling", scaled_step)
 #
 # An autograd function. `forward` runs without autograd, so nothing is kept but what you keep. `backward` is given the
 # gradient of the output and returns one value per argument of `forward`: None for the block, then the gradients of x
-# and of each parameter. They must be *returned*: a parameter whose gradient is only written into `.grad` is lost to
-# `torch.autograd.grad` and to the hooks that lab 03 hangs on parameters.
+# and of each parameter. They must be *returned*: one that is only written into `.grad` is lost to `torch.autograd.grad`,
+# and the hooks that lab 03 hangs on parameters run twice.
 
 
 # %%
 class Recompute(torch.autograd.Function):
-    """Recompute.apply(block, x, *block.parameters()) is block(x), keeping x only."""
+    """Recompute.apply(block, x, *block.parameters()) is block(x), keeping x only.
+
+    No parameter is frozen. Other runs of the block may come before this one's
+    backward, and .grad may hold an earlier microbatch's gradient, which stays.
+    """
 
     @staticmethod
     def forward(ctx, block, x, *parameters):
@@ -426,10 +429,9 @@ sliders(figures.recompute_plan, seq=[1024, 4096, 16384], batch=(1, 8), layers=(8
 
 # %%
 def clip(shards, max_norm):
-    """shards: [[gradient, ...], ...], together one gradient.
-    Scales all in place to a norm of max_norm at most.
-
-    Returns the norm before, a float.
+    """shards: [[gradient, ...], ...], together one gradient: tensors of any shape,
+    at least one in each shard, not all zero. Scales all in place to a norm of
+    max_norm at most. Returns the norm before, a float.
     """
     # BEGIN SOLUTION
     squares = [sum(gradient.square().sum() for gradient in shard) for shard in shards]
@@ -566,7 +568,7 @@ receipts.interview()
 # **4. Why does fp16 need loss scaling and bf16 not? What if the scaled gradients overflow?**
 # <details><summary>Answer</summary>
 #
-# Range: below 6e-8 fp16 is zero, bf16 reaches as far down as float32. On overflow the step is skipped and the scale
+# Range: below 3e-8 fp16 is zero, bf16 reaches as far down as float32. On overflow the step is skipped and the scale
 # halved; that is normal now and then. Unscale *before* clipping, and agree over all ranks whether to skip.
 # </details>
 #
@@ -580,8 +582,8 @@ receipts.interview()
 # **6. The loss with accumulation differs slightly from the big batch's. Is that a bug?**
 # <details><summary>Answer</summary>
 #
-# Rounding gives 1e-7, not percents. Check the denominator, then the scheduler (one step per update, not per
-# microbatch), clipping and `zero_grad` (once per update), dropout, batch statistics.
+# Rounding gives 1e-7 in float32 and up to 1e-5 in bfloat16, not percents. Check the denominator, then the scheduler
+# (one step per update, not per microbatch), clipping and `zero_grad` (once per update), dropout, batch statistics.
 # </details>
 #
 # **7. MFU is 55 % in one report and 42 % in another, for the same job. How?**
@@ -608,10 +610,11 @@ receipts.design_time()
 # %% [markdown]
 # <details><summary>D1 and D2: a worked answer</summary>
 #
-# D1: at no length. State and gradients alone are 18 · 8.03e9 = 145 GB when the masters are stepped, and recomputation
-# cannot change that: its column starts at 146 GB. What helps has to cut the *state*: an 8-bit optimizer (moments of 2
-# instead of 8 bytes: 6 · 8.03 = 48 GB less), or a second GPU with ZeRO-1 (half of 12 bytes: 48 GB less on each). *Then*
-# recomputation matters: with 48 GB less, 16,384 tokens need 189 GB plain and 98 GB recomputed.
+# D1: that depends on the recipe. Masters stepped all at once fit at no length: 18 · 8.03e9 = 145 GB, recomputed or not.
+# With float32 weights, state and gradients are 16 · 8.03e9 = 128 GB: some 3,000 tokens fit plainly, and 40,000 with
+# autocast and every block recomputed, if the allocator wastes nothing. What helps masters has to cut the *state*: an
+# 8-bit optimizer (moments of 2 instead of 8 bytes: 6 · 8.03 = 48 GB less), or a second GPU with ZeRO-1 (half of 12
+# bytes: 48 GB less on each). *Then* 16,384 tokens need 189 GB plain and 97 GB recomputed.
 #
 # D2: 6·N·T = 7.2e21 FLOPs. At 40 % that is 6.6 days and 5,100 GPU-hours. Recomputing every block keeps the device as
 # busy, but one quarter of its work is not useful: MFU falls to 30 %, and the run costs 1,700 GPU-hours more. Before

@@ -25,19 +25,21 @@ ANSWERS = answers_of("02_one_device")
 
 
 def bytes_per_parameter(ledger: Callable | None = None, guess: float | None = None) -> Receipt:
-    """16, in float32 and in 16 bits with masters; by the ledger, and counted while a small stack trains."""
+    """16, in float32 and in 16 bits with masters, and what stays between steps; counted while a small stack trains, and
+    by the ledger."""
     hidden, intermediate, layers = 64, 256, 3
-    found = {}
+    weights, found = 2 * hidden * intermediate * layers, {}
     for mixed in (False, True):
         held = watching.stack_memory(hidden, intermediate, layers, 16, mixed=mixed)
-        kinds = ("parameter", "gradient", "optimizer")
-        found[mixed] = sum(held[kind] for kind in kinds) / (2 * hidden * intermediate * layers)
+        stays = held["parameter"] + held["optimizer"]
+        found[mixed] = (stays + held["gradient"]) / weights
     mine = (ledger or ANSWERS.memory_ledger)(1024, 4096, 24, 0, True)
     return receipt(
         "bytes per parameter when backward is done",
         [
             row("float32: 4 + 4 + 8", 16, found[False]),
-            row("16 bits with masters: 2 + 2 + 4 + 8", 16, found[True], guess=guess),
+            row("16 bits with masters: 2 + 2 + 4 + 8", 16, found[True]),
+            row("    between steps, without gradients", 14, stays / weights, guess=guess),
             row("your ledger, 16 bits", 16, sum(mine.values()) / (2 * 1024 * 4096 * 24)),
         ],
     )
@@ -118,7 +120,7 @@ def trace() -> Table:
         own = [each for each in found if each["kind"] == kind]
         took = sum(each["seconds"] for each in own)
         lines.append((kind, len(own), seconds(took), f"{took / total:.0%}"))
-    return table("one step of the target model, torch's profiler", ("", "operations", "measured", "share"), lines)
+    return table("one step of the target model, torch's profiler", ("", "calls", "measured", "share"), lines)
 
 
 def accumulation(accumulate: Callable | None = None) -> Receipt:
@@ -322,16 +324,22 @@ def interview() -> Table:
     return table("numbers for the answers, by formula", ("quantity", "formula"), lines)
 
 
-def design_memory(seqs: Sequence[int] = (4096, 16384, 65536)) -> Table:
+def design_memory(seqs: Sequence[int] = (3072, 16384, 40960)) -> Table:
     """D1: the peak of one step of an 8B model on one GPU, by length, precision and recomputation."""
     eight, lines = figures.MODELS["Llama 3 8B"], []
     for seq in seqs:
         peaks = [
             experiments.predicted_memory(eight, 1, seq, name, recompute=again).total / 1e9
-            for name, again in (("fp32", False), ("bf16-master", False), ("bf16-master", True))
+            for name, again in (("fp32", False), ("bf16", True), ("bf16-master", False), ("bf16-master", True))
         ]
         lines.append((f"1 × {seq:,} tokens", *(f"{peak:,.0f} GB" for peak in peaks)))
-    columns = ("", "fp32", "bf16 + masters", "the same, every block recomputed")
+    columns = (
+        "",
+        "fp32",
+        "autocast bf16, every block recomputed",
+        "bf16 + masters",
+        "the same, every block recomputed",
+    )
     return table("D1: peak of a step of Llama 3 8B, formula", columns, lines)
 
 

@@ -21,6 +21,11 @@ def half_loss(weight: Tensor, factors: Tensor) -> Tensor:
     return (weight.half().float() * factors).sum()
 
 
+def gradient_of(weights: Sequence[nn.Parameter]) -> Tensor:
+    """The gradients in one row, 0 where there is none."""
+    return torch.cat([torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights])
+
+
 def judge_scaling(step: int, mine: Tensor, before: Tensor, theirs: Tensor, scale: float, overflow: bool) -> None:
     """CheckFailed unless right. The update: none after an overflow, else that of the unscaled gradient."""
     if overflow and not torch.equal(mine, before):
@@ -32,7 +37,10 @@ def judge_scaling(step: int, mine: Tensor, before: Tensor, theirs: Tensor, scale
     if torch.allclose(moved, due * scale, rtol=1e-3):
         raise CheckFailed(f"step {step}: the update is {scale:g} times too large: divide the gradients by the scale")
     if torch.equal(mine, before) and not overflow:
-        raise CheckFailed(f"step {step}: all gradients were finite, yet nothing was updated")
+        raise CheckFailed(
+            f"step {step}: all gradients were finite (the largest was {due.abs().max():.2g}, at a scale of {scale:g}), "
+            "yet nothing was updated"
+        )
     lost = ((moved == 0) & (due != 0)).float().mean().item()
     if lost > 0.1:
         raise CheckFailed(f"step {step}: {lost:.0%} of the gradients became zero in float16: multiply the loss first")
@@ -60,7 +68,8 @@ def judge_scale(
 
 
 def judge_groups(learner: Callable) -> None:
-    """CheckFailed unless every parameter of every group is unscaled, and an overflow in any of them counts."""
+    """CheckFailed unless every parameter of every group is unscaled, an overflow in any of them counts, and the scale
+    has no limits."""
     weights = [nn.Parameter(torch.ones(numel)) for numel in (3, 2, 4)]
     optimizer = torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:]}], lr=1.0)
     for overflow in (False, True):
@@ -69,20 +78,21 @@ def judge_groups(learner: Callable) -> None:
             (weight * (2.0**-4 if weight is not weights[-1] or not overflow else math.inf)).sum() for weight in weights
         )
         before = [weight.detach().clone() for weight in weights]
-        interval = random.randint(6, 40)
-        scale, good = map(float, learner(loss, optimizer, 2.0**6, interval - 1, interval))
+        interval, scale = random.randint(6, 40), 1.0 if overflow else 2.0**17
+        found = tuple(map(float, learner(loss, optimizer, scale, interval - 1, interval)))
+        next_scale = scale / 2 if overflow else scale * 2
         due = [weight - (0.0 if overflow else 2.0**-4) for weight in before]
-        if all(map(torch.equal, weights, due)) and (scale, good) == (2.0 ** (5 if overflow else 7), 0):
-            continue
-        if not overflow and all(map(torch.equal, weights, due)):
+        if all(map(torch.equal, weights, due)):
+            if found == (next_scale, 0):
+                continue
+            what = "an overflow" if overflow else f"good step number {interval} in a row, interval {interval}"
             raise CheckFailed(
-                f"good step number {interval} in a row, interval {interval}: you returned ({scale:g}, {good:g}), it "
-                "should be (128, 0) after a scale of 64"
+                f"{what}, at a scale of {scale:.7g}: you returned ({found[0]:.7g}, {found[1]:g}), it should be "
+                f"({next_scale:.7g}, 0)"
             )
         if overflow:
             raise CheckFailed(
-                "two parameter groups, and a gradient of the last one is inf: skip the step and halve the scale, "
-                "whichever group overflows"
+                "two parameter groups, and a gradient of the last one is inf: skip the step, whichever group overflows"
             )
         raise CheckFailed(
             "two parameter groups of three parameters: not all were updated with their own gradient. Unscale every "
@@ -108,8 +118,9 @@ def run_blocks(function: Any, hidden: int, tokens: int, layers: int, seed: int) 
         y = x
         with memory(blocks) as census:
             for block in blocks:
-                y = block(y) if function is None else function.apply(block, y, *block.parameters())
-            found["kept"] = census.live.activation
+                y = -(block(y) if function is None else function.apply(block, y, *block.parameters()))
+            live = census.live
+            found["kept"] = live.total - live.parameter - 2 * y.nbytes  # the caller holds the first x and the last y
         found["y"] = y.detach()
         loss = (y * torch.linspace(0.5, 2.0, hidden, dtype=torch.float64)).sum()
         found["gradients"] = torch.autograd.grad(loss, (x, *blocks.parameters()), allow_unused=True)
@@ -137,6 +148,39 @@ def judge_odd_blocks(function: Any) -> None:
             "right for blocks that run once each, but wrong where one runs twice before backward: keep in ctx what "
             "belongs to one run, and take as many parameters as come"
         )
+
+
+def judge_two_runs(function: Any) -> None:
+    """CheckFailed unless right where runs of a block overlap, and where .grad holds what an earlier microbatch left."""
+    block = nn.Linear(5, 3).double()
+    inputs = [torch.randn(4, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    weights = list(block.parameters())
+    due = _gradients_in_turn(inputs, [block(x) for x in inputs], weights)
+    for earlier in (False, True):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight) if earlier else None
+        outputs = [function.apply(block, x, *weights) for x in inputs]
+        with torch.no_grad():
+            function.apply(block, -inputs[0], *weights)
+        mine = _gradients_in_turn(inputs, outputs, weights)
+        right = all(torch.allclose(a, b) for a, b in zip(mine, due, strict=True))
+        stayed = all(weight.grad is not None and weight.grad.eq(1).all() for weight in weights)
+        if not right and not earlier:
+            raise CheckFailed(
+                "a block ran on two inputs, then once without gradients, and the first run goes backward first: the "
+                "gradients are wrong. Keep in ctx what belongs to one run, not in a list that all runs share"
+            )
+        if earlier and not (right and stayed):
+            raise CheckFailed(
+                "an earlier microbatch has left its gradient in .grad of the parameters: your backward "
+                f"{'returns it again' if stayed else 'changes or clears it'}. Use torch.autograd.grad inside"
+            )
+
+
+def _gradients_in_turn(inputs: list[Tensor], outputs: list[Tensor], weights: list[nn.Parameter]) -> list[Tensor]:
+    """The gradients of each input and of the weights, from the first output's and then from the second's."""
+    pairs = zip(inputs, outputs, strict=True)
+    return [each for x, y in pairs for each in torch.autograd.grad(y.square().sum(), (x, *weights))]
 
 
 def judge_recomputed(name: str, mine: Sequence[Tensor | None], right: Sequence[Tensor]) -> None:
@@ -172,6 +216,12 @@ def judge_first_block(function: Any) -> None:
 # Clipping.
 
 
+def draw_shard(count: int) -> list[Tensor]:
+    """That many gradients: a matrix, a vector, a matrix, ..."""
+    shapes = [[random.randint(2, 9) for _ in range(2 - index % 2)] for index in range(count)]
+    return [torch.randn(shape) * random.uniform(0.5, 3) for shape in shapes]
+
+
 def judge_clip(
     name: str, mine: list[list[Tensor]], given: list[list[Tensor]], twins: Sequence[Tensor], factor: float
 ) -> None:
@@ -182,7 +232,8 @@ def judge_clip(
     before = [gradient for shard in given for gradient in shard]
     if all(torch.equal(a, b) for a, b in zip(flat, before, strict=True)):
         raise CheckFailed(f"{name}: the gradients are as they were: scale them in place (gradient *= ...)")
-    ratios = [torch.cat(a).norm() / torch.cat(b).norm() for a, b in zip(mine, given, strict=True)]
+    norms = [[torch.stack([each.norm() for each in shard]).norm() for shard in part] for part in (mine, given)]
+    ratios = [a / b for a, b in zip(*norms, strict=True)]
     straight = all(
         torch.allclose(a, b * ratio, rtol=1e-3)
         for shard, old, ratio in zip(mine, given, ratios, strict=True)

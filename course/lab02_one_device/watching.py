@@ -83,14 +83,16 @@ class Accumulated:
     has_graph: bool = False  # whether the loss that came back can still be differentiated
 
 
-def draw_microbatches(count: int) -> list[Microbatch]:
-    """Microbatches of as many positions, of which very different numbers count."""
+def draw_microbatches(count: int, has_empty: bool) -> list[Microbatch]:
+    """Microbatches of as many positions, of which very different numbers count; has_empty: none in one of them."""
     seq, draw = 24, torch.Generator().manual_seed(random.getrandbits(32))
     batches = []
     for index in range(count):
         inputs, targets = torch.randint(0, ACCUMULATION.vocab_size, (2, 2, seq), generator=draw)
-        targets[:, random.randint(2, 5) if index % 2 else random.randint(18, seq) :] = -100
+        targets[:, random.randint(5, 7) if index % 2 else random.randint(20, seq) :] = -100
         batches.append((inputs, targets))
+    if has_empty:
+        batches[random.randrange(1, count)][1].fill_(-100)
     return batches
 
 

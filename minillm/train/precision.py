@@ -7,7 +7,7 @@
     bf16-pure          2         2         -      2 + 2         8     and stands still: small updates are lost
 
 Mixed precision therefore saves no model state; it saves activations, traffic and time. float16 also needs loss scaling:
-gradients below 6e-8 would be flushed to zero, so the loss is multiplied before backward and the
+gradients below 3e-8 would be flushed to zero, so the loss is multiplied before backward and the
 gradients divided after, in float32.
 """
 
