@@ -31,7 +31,7 @@ def bf16(bucket: Bucket, flat: Tensor, group: Group) -> None:
 
 
 def fp16(bucket: Bucket, flat: Tensor, group: Group) -> None:
-    """Average in float16: 11 bits of mantissa; what is above 65504 becomes infinite, and below 6e-8 zero."""
+    """Average in float16: 11 bits of mantissa; what is above 65504 becomes infinite, and below 3e-8 zero."""
     _cast(flat, group, torch.float16)
 
 
