@@ -48,8 +48,8 @@ def sequences_that_fit(memory, parameters, tp, layers, kv_heads, head_dim, conte
     """Sequences of `context` tokens whose caches fit on each of tp GPUs with `memory` bytes,
     beside 16-bit weights.
 
-    Weights and kv heads are divided over the tp ranks; a rank holds at least one kv head.
-    Keys and values in 16 bits.
+    Weights and kv heads are divided over the tp ranks; tp divides kv_heads, or kv_heads divides
+    tp and a rank holds one. Keys and values in 16 bits. 0 where not one sequence fits.
     """
     # BEGIN SOLUTION
     room = memory - 2 * parameters / tp
@@ -89,8 +89,8 @@ sliders(
 
 # %%
 def waits(gaps, services):
-    """A list: the seconds each request waits before its service begins, on one server, first come
-    first served.
+    """A new list, not rounded (empty if there are no requests): the seconds each request waits
+    before its service begins, on one server, first come first served.
 
     gaps[i]: seconds between the arrivals of request i - 1 and i (the first: since the server was
     started, idle). services[i]: seconds request i takes.
