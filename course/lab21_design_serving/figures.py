@@ -26,25 +26,24 @@ def frontier(
         [speed for _, speed, _ in points],
         color=drawn.color,
         marker=drawn.marker,
-        label=f"{model}, {prompt} + {output} tokens",
     )
-    last = ""
-    for limit, speed, name in points:
-        if name != last:
-            axes.annotate(name, (1e3 * limit, speed), textcoords="offset points", xytext=(6, -12), fontsize=9)
-        last = name
+    changes = [point for point, before in zip(points, [("", "", ""), *points], strict=False) if point[2] != before[2]]
+    for place, (limit, speed, name) in enumerate(changes):  # by turns under and over the line
+        offset, side = ((6, -12), "left") if place % 2 == 0 else ((-6, 6), "right")
+        at = 1e3 * limit, speed
+        axes.annotate(name, at, textcoords="offset points", xytext=offset, ha=side, fontsize=9)
     axes.set(xlabel="limit on the time per output token, ms", ylabel="tokens/s per GPU", xscale="log")
-    axes.set_ylim(
-        bottom=-0.08 * max((speed for _, speed, _ in points), default=1.0)
-    )  # room for the first layout's name
+    most = max((speed for _, speed, _ in points), default=1.0)
+    axes.set_ylim(-0.08 * most, 1.14 * most)  # room for the names of the first layout and the last
     log_ticks(axes.xaxis)
     headline(
         axes,
         "A looser limit on latency buys throughput",
-        f"Formula: {gpus} x {cluster(device, gpus).device.name}, {model}",
+        f"Formula: {gpus} x {cluster(device, gpus).device.name}, {model}, {prompt:,} tokens in, {output:,} out",
     )
     if not points:
-        axes.text(0.5, 0.5, "the weights fit on no layout of these GPUs", transform=axes.transAxes, ha="center")
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "the weights do not fit", transform=axes.transAxes, ha="center")
     return figure
 
 
@@ -68,7 +67,11 @@ def wall(percentile: int = 99) -> Figure:
             markevery=6,
         )
     axes.set(xlabel="load", ylabel="wait, service times", ylim=(0, 60))
-    headline(axes, "Near full load the wait grows without bound", "Formula: random arrivals, one server")
+    headline(
+        axes,
+        "Near full load the wait grows without bound",
+        "Formula: random arrivals, exponential services, one server",
+    )
     axes.legend()
     return figure
 

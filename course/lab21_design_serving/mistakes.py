@@ -26,7 +26,7 @@ sequences_that_fit.mistake(
 sequences_that_fit.mistake(
     "the heads of one model",
     {"max(kv_heads / tp, 1) * head_dim": "max(8 / tp, 1) * 128"},
-    expect="tp 2, .* admitting one after the other",
+    expect="kv heads of .* admitting one after the other",
 )
 sequences_that_fit.mistake(
     "the last one that just fits",
@@ -36,7 +36,13 @@ sequences_that_fit.mistake(
     },
     expect="What fits to the last byte fits",
 )
-sequences_that_fit.mistake("negative room", {"max(0, ": "("}, expect="not for a negative number")
+sequences_that_fit.mistake("negative room", {"max(0, ": "("}, expect="-1. Without room for a whole sequence")
+sequences_that_fit.mistake(
+    "the model on every GPU",
+    {"parameters / tp": "parameters / tp if 2 * parameters <= memory else 0"},
+    says="The weights may be larger than one GPU's memory: a GPU has to hold its share only.",
+)
+sequences_that_fit.mistake("at least one", {"max(0, ": "max(1, "}, expect="1. Without room for a whole sequence")
 
 
 @sequences_that_fit.alternative("over all ranks")
@@ -79,8 +85,26 @@ queue_waits.mistake(
         "def waits(gaps, services):": "def waits(gaps, services, seconds=[]):",
         "seconds, wait, service = [], 0.0, 0.0": "wait = service = 0.0",
     },
-    expect="a list of 200 waits",
+    expect=r"a list of \d+ waits",
 )
+
+
+queue_waits.mistake(
+    "cleared in each call",
+    {
+        "def waits(gaps, services):": "def waits(gaps, services, seconds=[]):",
+        "seconds, wait, service = [], 0.0, 0.0": "seconds.clear()\n    wait = service = 0.0",
+    },
+    expect="Two calls returned the same list",
+)
+
+
+@queue_waits.mistake("a first wait without a request", expect="a list of 0 waits")
+def first_wait_is_zero(gaps, services):
+    waits = [0.0]
+    for i in range(1, len(gaps)):
+        waits.append(max(0.0, waits[-1] + services[i - 1] - gaps[i]))
+    return waits
 
 
 @queue_waits.alternative("with a clock")

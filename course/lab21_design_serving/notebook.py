@@ -10,7 +10,7 @@
 # # 21 · Design a serving system
 #
 # **Capacity is bytes, speed is bandwidth, and the tail is a queue: three small models answer most serving questions.**
-# Stands on labs 12 to 15 (their formulas).
+# Stands on labs 12 to 18 and 20 (their formulas).
 #
 # Twelve problems as they are asked in interviews, about ten minutes each, and two short exercises: two and a half hours
 # in all; the core path of two leaves out problems 10 to 12. As in lab 20 you commit to a number before the cell computes it. Running the notebook from top to bottom takes
@@ -18,7 +18,7 @@
 #
 # 1. How many sequences does a GPU carry, and what ends that: bytes, bandwidth or arithmetic?
 # 2. What does a limit on latency cost in throughput, and which layout buys it back?
-# 3. Why does the 99th percentile explode before the mean does, and what bounds it?
+# 3. Why is the 99th percentile too long at a load where the mean looks harmless, and what bounds it?
 #
 # > **Common claims**
 # >
@@ -29,7 +29,7 @@
 # > - *"Autoscaling on GPU utilisation absorbs bursts."* A replica of a large model starts in minutes; utilisation is at its
 # >   ceiling by then.
 # > - *"Speculative decoding makes serving 2 to 3 times faster."* For one stream; at large batches it can slow down
-# >   ([Leviathan et al. 2023](https://arxiv.org/abs/2211.17192), §3.4, name the assumption of spare arithmetic).
+# >   ([Leviathan et al. 2023](https://arxiv.org/abs/2211.17192), §3.3 and 3.4, name the assumption of spare arithmetic).
 
 # %%
 from course.kit import check, finish, hint, show, sliders
@@ -48,8 +48,8 @@ def sequences_that_fit(memory, parameters, tp, layers, kv_heads, head_dim, conte
     """Sequences of `context` tokens whose caches fit on each of tp GPUs with `memory` bytes,
     beside 16-bit weights.
 
-    Weights and kv heads are divided over the tp ranks; a rank holds at least one kv head.
-    Keys and values in 16 bits.
+    Weights and kv heads are divided over the tp ranks; tp divides kv_heads, or kv_heads divides
+    tp and a rank holds one. Keys and values in 16 bits. 0 where not one sequence fits.
     """
     # BEGIN SOLUTION
     room = memory - 2 * parameters / tp
@@ -61,9 +61,10 @@ def sequences_that_fit(memory, parameters, tp, layers, kv_heads, head_dim, conte
 sequences_that_fit = check("sequences-that-fit", sequences_that_fit)
 
 # %% [markdown]
-# **Bandwidth.** A decode step reads all weights once and every running sequence's cache. So tokens per second grow nearly in
-# step with the batch until caches or arithmetic take longer than the weights (lab 12). A limit on the time per token is a limit on the
-# batch. The planner's answer for one node:
+# **Bandwidth.** A decode step reads all weights once and every running sequence's cache. So tokens per second grow
+# nearly in step with the batch until caches or arithmetic take longer than the weights (lab 12), or the prompts of new
+# sequences do, which are computed between the steps: under the limit of 50 ms they take most of the time. A limit on the
+# time per token is a limit on the batch. The planner for one node:
 
 # %%
 receipts.capacity()
@@ -76,7 +77,7 @@ sliders(
     figures.frontier,
     model=["llama-3-8b", "llama-3-70b", "mixtral-8x7b"],
     device=["l4", "a100-80", "h100", "h200"],
-    gpus=(1, 8),
+    gpus=[1, 2, 4, 8],
     prompt=(200, 8000, 200),
     output=(50, 1000, 50),
 )
@@ -89,8 +90,8 @@ sliders(
 
 # %%
 def waits(gaps, services):
-    """A list: the seconds each request waits before its service begins, on one server, first come
-    first served.
+    """A new list, not rounded (empty if there are no requests): the seconds each request waits
+    before its service begins, on one server, first come first served.
 
     gaps[i]: seconds between the arrivals of request i - 1 and i (the first: since the server was
     started, idle). services[i]: seconds request i takes.
@@ -108,7 +109,7 @@ def waits(gaps, services):
 waits = check("queue-waits", waits)
 
 # %% [markdown]
-# With random arrivals the mean wait is ρ / (1 - ρ) service times at load ρ, and the tail is far above it
+# With random arrivals and exponential services the mean wait is ρ / (1 - ρ) service times at load ρ, and the tail is far above it
 # ([Lindley 1952](https://doi.org/10.1017/S0305004100027638) has the recursion you wrote):
 
 # %%
@@ -255,9 +256,10 @@ receipts.decide("at_the_edge", "speed", guess_speed)
 receipts.answer("at_the_edge")
 
 # %% [markdown]
-# ## Problem 7 · p99 explodes at 85 % load
+# ## Problem 7 · p99 at 85 % load
 #
-# *"Our mean latency is fine, but p99 has gone from one second to twenty. Nothing was deployed; traffic grew a little."*
+# *"p99 of the wait has gone from 17 service times to 30, while the mean looks harmless. Nothing was deployed; traffic grew by
+# 13 %."*
 #
 # **What is the mean wait at 85 % load, in service times?**
 
@@ -344,7 +346,7 @@ receipts.decide("does_speculation_pay", "alone", guess_alone)
 # **At how many sequences per step does reading weights stop being the limit?**
 
 # %%
-guess_ridge = 295  # your number
+guess_ridge = 64  # your number
 
 # %%
 receipts.decide("does_speculation_pay", "ridge", guess_ridge)
@@ -406,8 +408,7 @@ receipts.answer("split_prefill_decode")
 receipts.first_requests()
 
 # %% [markdown]
-# On a CPU a first request pays little: memory that is touched, code that is loaded. On a GPU it also loads or compiles kernels
-# and captures graphs, so warm a replica up before it takes traffic, and leave the first out of the percentiles. The last row
+# On a CPU a first request touches memory and loads code. On a GPU it also loads or compiles kernels and captures graphs, so warm a replica up before it takes traffic, and leave the first out of the percentiles. The last row
 # had its prompt before: a benchmark that repeats one prompt measures the prefix cache.
 #
 # ## Two pages to keep
@@ -442,7 +443,7 @@ receipts.first_requests()
 #
 # 1. How many sequences does a GPU carry, and what ends that: bytes, bandwidth or arithmetic?
 # 2. What does a limit on latency cost in throughput, and which layout buys it back?
-# 3. Why does the 99th percentile explode before the mean does, and what bounds it?
+# 3. Why is the 99th percentile too long at a load where the mean looks harmless, and what bounds it?
 #
 # **Capstone (open).** Take a service you use. Estimate its traffic, choose model and cards, and write one page: capacity, cost
 # per million tokens, what happens in a burst, and the three metrics you would page on.

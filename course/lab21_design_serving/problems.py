@@ -7,7 +7,7 @@ from course.shared.cases import DesignCase
 from course.shared.decisions import Decision, shown
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import GIB, cluster
-from minillm.predict.planner.serving import rank_serving
+from minillm.predict.planner.serving import Replica, rank_serving
 
 LOAD = 0.8  # of what a replica can do: the rest is for bursts
 
@@ -27,12 +27,21 @@ def chat_70b() -> DesignCase:
 
     gpus = needed(prompt, output)
     inside = rate * (best.ttft + output * best.tpot)
+    replica, replicas = Replica(model, machine, best.tp, best.pp, prompt, output), gpus // (best.tp * best.pp)
+    running = next(n for n in range(1, best.sequences) if replicas * n / replica.tpot(n) >= demand)
+    calm = replica.tpot(running)  # of the system that is bought, whose batches are not full
+    planned = rate * (best.ttft + output * calm)
+    narrow = Replica(model, machine, 2, 1, prompt, output)
     numbers = {
         "demand": f"{demand:,}",
         "layout": f"tp {best.tp}, pp {best.pp}",
         "node": f"{best.tokens_per_s:,.0f}",
         "gpus": str(gpus),
         "inside": f"{inside:,.0f}",
+        "running": str(running),
+        "calm": f"{calm * 1e3:.0f} ms",
+        "planned": f"{planned:,.0f}",
+        "narrow": f"{narrow.plan(narrow.most_sequences(0.05)).tokens_per_s:,.0f}",
         "weights": shown(best.weights, "B"),
         "cache": shown(best.cache, "B"),
         "sequences": str(best.sequences),
@@ -61,8 +70,10 @@ def chat_70b() -> DesignCase:
                 "requests in flight at any moment",
                 inside,
                 "",
-                f"Little's law: 200 per second times ({numbers['ttft']} + 300 · {numbers['tpot']}).",
+                f"Little's law: 200 per second times ({numbers['ttft']} + 300 · {numbers['tpot']}) at the limit. "
+                f"On {gpus} GPUs, whose batches are smaller, a token takes {numbers['calm']}: {numbers['planned']}.",
                 slips={1 / 200: "That is how long one request takes."},
+                also=(planned,),
                 tolerance=0.25,
             ),
             "gpus": Decision(
@@ -71,7 +82,13 @@ def chat_70b() -> DesignCase:
                 "GPUs",
                 f"{numbers['demand']} tokens/s against {numbers['node']} per node of 8 ({numbers['layout']}), at "
                 f"{100 * LOAD:.0f} % load.",
-                tolerance=0.35,
+                slips={
+                    8
+                    * math.ceil(demand / best.tokens_per_s)
+                    / gpus: "That is without headroom: all nodes at their limit.",
+                    1 / 8: "Those are nodes; a node has 8 GPUs.",
+                },
+                tolerance=0.17,
             ),
         },
         numbers,
@@ -92,7 +109,7 @@ def eight_on_24gb() -> DesignCase:
         "room": shown(room, "B"),
         "tokens": f"{tokens:,.0f}",
         "sequences": f"{tokens // 4096:.0f}",
-        "long": f"{tokens / 8192:.0f}",
+        "long": f"{tokens // 8192:.0f}",
         "kv": shown(model.kv_bytes(), "B"),
         "four": f"{(machine.usable - packed) / model.kv_bytes():,.0f}",
         "single": f"{single * 1e3:.0f} ms",
@@ -109,8 +126,9 @@ def eight_on_24gb() -> DesignCase:
                     machine.usable / room: "That is what fits without the weights, which take most of the card.",
                     1 / 4: "8 kv heads serve 32 query heads: only the 8 are kept.",
                     0.5: "The cache is in 16 bits: 2 bytes per number.",
+                    (21 * GIB - weights) / room: "That leaves out the 5 % that are lost.",
                 },
-                tolerance=0.25,
+                tolerance=0.15,
             ),
             "tpot": Decision(
                 "seconds per token of one sequence alone on 300 GB/s",
@@ -174,7 +192,12 @@ def offline_batch() -> DesignCase:
     hours = 1e9 / plan.tokens_per_s / 3600
     price = 2.0 * 8 * hours / 1e9 * 1e6
     alone = rank_serving(model, machine, 500, 500, tpot=0.02)[0]
+    halved = Replica(model, machine, plan.tp, plan.pp, 500, 500)
+    halved.per_token /= 2  # an 8-bit cache
+    twice = halved.plan(halved.most_sequences(None)).tokens_per_s
     numbers = {
+        "twice": f"{twice:,.0f}",
+        "gain": f"{100 * (twice / plan.tokens_per_s - 1):.1f} %",
         "layout": f"tp {plan.tp}, pp {plan.pp}, {plan.sequences} sequences per replica",
         "speed": f"{plan.tokens_per_s:,.0f}",
         "hours": f"{hours:.0f}",
@@ -204,6 +227,7 @@ def many_adapters() -> DesignCase:
     model, tenants, rank = architecture("llama-3-8b"), 1000, 16
     h, f, kv = model.hidden_size, model.intermediate_size, model.num_kv_heads * model.head_dim
     adapter = model.num_layers * rank * (2 * (h + h) + 2 * (h + kv) + 3 * (h + f)) * 2
+    all_heads = model.num_layers * rank * (4 * (h + h) + 3 * (h + f)) * 2
     copies = tenants * 2 * model.parameters
     numbers = {
         "copies": shown(copies, "B"),
@@ -223,8 +247,9 @@ def many_adapters() -> DesignCase:
                 slips={
                     1 / 32: "That is one layer's.",
                     1 / 16: "Rank 16: each matrix has r · (inputs + outputs) numbers.",
+                    all_heads / adapter: "That makes k and v as wide as q, which only o is.",
                 },
-                tolerance=0.15,
+                tolerance=0.06,
             ),
         },
         numbers,

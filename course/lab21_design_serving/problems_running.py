@@ -1,6 +1,5 @@
 """Problems of lab 21 about traffic: queues, bursts, blocking, and what pays at which load."""
 
-import math
 from functools import cache
 
 from course.lab21_design_serving import experiments
@@ -50,7 +49,7 @@ def tail_at_85() -> DesignCase:
                 "p99 of the wait at 85 % load, in service times",
                 high,
                 "",
-                "ln(0.85 / 0.01) / (1 - 0.85).",
+                "ln(0.85 / 0.01) / (1 - 0.85). The service itself is not in it; with it, ln(1 / 0.01) / (1 - 0.85).",
                 slips={
                     half / high: "That is the tail at half load.",
                     mean / high: "That is the mean; the tail is five times it.",
@@ -110,18 +109,14 @@ def blocked_by_a_prompt() -> DesignCase:
         """Seconds for the first tokens of the prompt, which attend to each other."""
         return rank_serving(model, machine, tokens, 1)[0].ttft
 
-    def fits(start: int) -> int:
-        """Tokens of a chunk behind so many that take 50 ms."""
-        return max(n for n in range(64, 4096, 64) if until(start + n) - (until(start) if start else 0) <= 0.05)
-
-    whole, chunk, count = until(32000), until(2048), math.ceil(32000 / 2048)
+    whole, chunk, count = until(32000), until(2048), 32000 // 2048
     numbers = {
         "whole": f"{whole:.1f} s",
         "chunk": f"{chunk * 1e3:.0f} ms",
-        "last": f"{(until(32000) - until(32000 - 2048)) * 1e3:.0f} ms",
+        "last": f"{(until(2048 * count) - until(2048 * (count - 1))) * 1e3:.0f} ms",
         "chunks": str(count),
-        "fits_first": f"{fits(0):,}",
-        "fits_last": f"{fits(32000 - 1024):,}",
+        "fits_first": f"{max(n for n in range(64, 4096, 64) if until(n) <= 0.05):,}",
+        "fits_last": f"{max(n for n in range(64, 4096, 64) if whole - until(32000 - n) <= 0.05):,}",
     }
     return DesignCase(
         {

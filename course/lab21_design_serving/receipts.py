@@ -18,7 +18,7 @@ CASES = Cases(Path(__file__).with_name("answers.toml"), problems, problems_runni
 decide, answer = CASES.decide, CASES.answer
 
 
-@titled("waits in service times", open_rows=6)
+@titled("waits in service times, random arrivals and exponential services", open_rows=6)
 def queue_at_loads() -> Iterator[Row]:
     """Mean and 99th percentile of the wait, in service times."""
     for load in (0.5, 0.7, 0.85):
@@ -38,7 +38,7 @@ def bounded_queue() -> Iterator[Row]:
     yield row("share rejected", share, rejected, "", 0.15, kind="simulated")
     yield row("p99 of the wait below that without a bound", True, tail < unbounded, kind="simulated")
     yield row("    with ten places, service times", None, round(tail, 1), kind="simulated")
-    yield row("    without a bound", None, round(unbounded, 1), kind="simulated")
+    yield row("    without a bound", queueing.wait_quantile(load, 1.0, 0.99), unbounded, "", 0.15, kind="simulated")
 
 
 @titled("{model} on {gpus} H100, prompts of 1,000 and answers of 300 tokens", show="TPOT|sequences")
@@ -52,7 +52,7 @@ def capacity(model: str = "llama-3-70b", gpus: int = 8) -> Iterator[Row]:
         layout = f"tp {best.tp}, pp {best.pp}, {best.replicas} replicas"
         yield formula(f"TPOT of at most {limit * 1e3:.0f} ms: {layout}", best.tokens_per_s, "tokens/s")
         yield formula("    sequences per replica", best.sequences)
-        yield formula("    GiB of cache per GPU", round(best.cache / GIB, 1))
+        yield formula(f"    GiB of cache per GPU at {limit * 1e3:.0f} ms", round(best.cache / GIB, 1))
 
 
 def first_requests() -> Table:

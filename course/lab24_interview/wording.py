@@ -45,7 +45,7 @@ NOTES = {
     "there is; keep them right.",
     "block-keys": "tokens: a list of ids; block_size: tokens of a full block. A block that is not full has no key.",
     "sequences-that-fit": "parameters: of the whole model; layers, kv_heads and head_dim: of its attention. Return a "
-    "whole number, 0 where none fits.",
+    "whole number.",
     "merge-softmax": "out_a and lse_a belong to the first set of keys, out_b and lse_b to the second.",
     "dispatch-order": "experts: [tokens, k], the numbers of the chosen experts; experts_per_rank: the n of the text.",
     "capacity-drops": "experts: [tokens, k], numbers below num_experts.",

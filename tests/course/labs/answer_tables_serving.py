@@ -5,7 +5,7 @@ reads the rank's weights and caches or computes, whichever takes longer, and wai
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from card_formulas import drafted, mean_wait, tail
 from card_tables_serving import LORA8, best_k
@@ -94,11 +94,6 @@ def until(tokens: int) -> float:
     return Replica(EIGHT, 1, 1, tokens, 1).first()
 
 
-def fits(start: int) -> int:
-    """Whole 64s of tokens behind so many that take 50 ms."""
-    return max(n for n in range(64, 4096, 64) if until(start + n) - (until(start) if start else 0) <= 0.05)
-
-
 def of_queue(places: int, load: float) -> tuple[float, float]:
     """(p99 of those let in, share refused) of a server with so many places before it."""
     shares = [load**k for k in range(places + 2)]
@@ -129,7 +124,12 @@ def chat_gpus(prompt: int, output: int) -> int:
 CHAT = best(SEVENTY, 1000, 300, 0.05)
 SERVED = CHAT.most(0.05)
 SPEED = CHAT.node_speed(SERVED)
+BOUGHT = chat_gpus(1000, 300) // CHAT.tp
+RUNNING = next(n for n in range(1, 200) if BOUGHT * n >= 60000 * CHAT.gap(n))
+NARROW = Replica(SEVENTY, 2, 1, 1000, 300)
 NIGHT, QUICK = best(SEVENTY, 500, 500), best(SEVENTY, 500, 500, 0.02)
+EIGHT_BIT = replace(NIGHT, model=replace(SEVENTY, kv_bytes=SEVENTY.kv_bytes // 2))
+TWICE = EIGHT_BIT.node_speed(EIGHT_BIT.most())
 NIGHT_SPEED = NIGHT.node_speed(NIGHT.most())
 QUICK_SPEED = QUICK.node_speed(QUICK.most(0.02))
 ROOM24 = (24 - 3) * 0.95 * GIB - 2 * EIGHT.parameters
@@ -150,11 +150,13 @@ COMPUTED = {
         "inside": 200 * (CHAT.first() + 300 * CHAT.gap(SERVED)), "weights": 2 * SEVENTY.parameters / CHAT.tp,
         "cache": SERVED * CHAT.held(), "sequences": SERVED, "ttft": 1e3 * CHAT.first(), "tpot": 1e3 * CHAT.gap(SERVED),
         "kv": SEVENTY.kv_bytes, "single": 2 * MEMORY / (2 * SEVENTY.parameters),
+        "running": RUNNING, "calm": 1e3 * CHAT.gap(RUNNING), "planned": 200 * (CHAT.first() + 300 * CHAT.gap(RUNNING)),
+        "narrow": NARROW.node_speed(NARROW.most(0.05)),
         "prompts": chat_gpus(2000, 300), "answers": chat_gpus(1000, 600),
     },
     "eight_on_24gb": {
         "weights": 2 * EIGHT.parameters, "room": ROOM24, "tokens": ROOM24 / EIGHT.kv_bytes,
-        "sequences": ROOM24 // EIGHT.kv_bytes // 4096, "long": ROOM24 / EIGHT.kv_bytes / 8192, "kv": EIGHT.kv_bytes,
+        "sequences": ROOM24 // EIGHT.kv_bytes // 4096, "long": ROOM24 // EIGHT.kv_bytes // 8192, "kv": EIGHT.kv_bytes,
         "four": (ROOM24 + (2 - 4.5 / 8) * EIGHT.parameters) / EIGHT.kv_bytes, "single": 2e3 * EIGHT.parameters / 300e9,
         "single4": 4.5 / 8 * 1e3 * EIGHT.parameters / 300e9,
     },
@@ -163,6 +165,7 @@ COMPUTED = {
         "sequences": LONG.most(), "after": AFTER,
     },
     "offline_batch": {
+        "twice": TWICE, "gain": TWICE / NIGHT_SPEED - 1,
         "layout": (NIGHT.tp, NIGHT.pp, NIGHT.pp * NIGHT.most()), "speed": NIGHT_SPEED,
         "hours": 1e9 / NIGHT_SPEED / 3600,        "price": 16 * 1e6 / NIGHT_SPEED / 3600,
         "quick": QUICK_SPEED, "ratio": NIGHT_SPEED / QUICK_SPEED,
@@ -186,8 +189,9 @@ COMPUTED = {
         "peer": 2 * SEVENTY.parameters / 25e9, "load80": 40 / 50,
     },
     "blocked_by_a_prompt": {
-        "whole": until(32000), "chunk": 1e3 * until(2048), "last": 1e3 * (until(32000) - until(32000 - 2048)),
-        "chunks": len(range(0, 32000, 2048)), "fits_first": fits(0), "fits_last": fits(32000 - 1024),
+        "whole": until(32000), "chunk": 1e3 * until(2048), "last": 1e3 * (until(15 * 2048) - until(14 * 2048)),
+        "chunks": 15, "fits_first": max(n for n in range(64, 4096, 64) if until(n) <= 0.05),
+        "fits_last": max(n for n in range(64, 4096, 64) if until(32000) - until(32000 - n) <= 0.05),
     },
     "does_speculation_pay": {
         "alone": drafted(0.7, 4) / 1.4, "tokens": drafted(0.7, 4), "ridge": WIDE * PEAK / MEMORY, "peak": PEAK / MEMORY,

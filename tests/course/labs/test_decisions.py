@@ -186,6 +186,7 @@ ALSO_RIGHT = [  # right but for another convention, rounding or unit: problem, d
     ("rag_32k", "cache", "10.5 GB"), ("rag_32k", "cache", "10.5 gb"), ("rag_32k", "cache", "9.77 GiB"),
     ("split_prefill_decode", "moved", "655 MB"), ("many_adapters", "adapter", "84 MB"), ("tail_at_85", "mean", "5.7"),
     ("tail_at_85", "tail", "29.6"), ("at_the_edge", "speed", "35"), ("chat_70b", "demand", "60k tokens/s"),
+    ("chat_70b", "inside", "1,800"), ("chat_70b", "inside", "3,000"), ("chat_70b", "gpus", "128"),
 ]  # fmt: skip
 STILL_WRONG = [  # and what a candidate is told
     ("a_straggler", "lost", "20 %", "throughput falls"), ("does_quantization_pay", "one", "4", "scales count"),
@@ -201,6 +202,8 @@ STILL_WRONG = [  # and what a candidate is told
     ("eight_on_24gb", "tpot", "0.107", "read once"), ("checkpoint_interval", "interval", "578", "under the root"),
     ("bursts", "backlog", "5200", "served meanwhile"), ("tail_at_85", "mean", "6.67", "includes the service"),
     ("four_hundred_on_16k", "bubble", "0.117", "useful time"), ("seven_on_8", "replica", "15.2 GB", "what ZeRO does"),
+    ("chat_70b", "gpus", "112", "without headroom"), ("chat_70b", "gpus", "17", "nodes"),
+    ("many_adapters", "adapter", "90.2 MB", "as wide as q"), ("eight_on_24gb", "tokens", "49,504", "5 % that are lost"),
 ]  # fmt: skip
 HOME = {name: cases for cases in LABS.values() for name in cases}
 
