@@ -96,7 +96,9 @@ def gossip(x, group, root=0):
 
 
 tree_broadcast.mistake(
-    "not-in-place", {"n = group.world_size": "n, x = group.world_size, x.clone()"}, expect="did not write them into x"
+    "not-in-place",
+    {"n = group.world_size": "n, x = group.world_size, x.clone()"},
+    expect="returned another tensor: return x itself",
 )
 tree_broadcast.mistake(
     "three-rounds",
