@@ -15,7 +15,7 @@ from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab01_collectives import judge
 from course.shared.diagnose import expect_like, say_parts, say_rounded, say_sum
-from course.shared.trials import refuse_ready_made, try_on_ranks
+from course.shared.trials import refuse_ready_made
 from minillm.predict import comms
 
 
@@ -32,7 +32,7 @@ from minillm.predict import comms
 )
 def check_reduce_scatter(learner: Callable) -> Receipt:
     cases = [*judge.draw_cases(), *judge.draw_larger()]
-    trials = try_on_ranks(learner, cases)
+    trials = judge.try_on_groups(learner, cases)
     for case, ranks in zip(cases, trials, strict=True):
         total = torch.stack(list(case.inputs)).sum(0).chunk(case.world_size)
         for rank, trial in enumerate(ranks):
@@ -60,7 +60,7 @@ def check_reduce_scatter(learner: Callable) -> Receipt:
 )
 def check_all_gather(learner: Callable) -> Receipt:
     cases = [*judge.draw_cases(), *judge.draw_larger()]
-    trials = try_on_ranks(learner, cases)
+    trials = judge.try_on_groups(learner, cases)
     for case, ranks in zip(cases, trials, strict=True):
         known, wanted = {f"rank {r}'s tensor": x for r, x in enumerate(case.inputs)}, torch.cat(list(case.inputs))
         for rank, trial in enumerate(ranks):
@@ -94,14 +94,15 @@ def _gathered(cost: Callable[..., comms.Cost]) -> Callable[..., comms.Cost]:
 )
 def check_all_reduce(learner: Callable) -> Receipt:
     cases = [*judge.draw_cases(), *judge.draw_larger()]
-    means = [*judge.draw_cases(("avg",), worlds=(4, 3)), *judge.draw_larger(("avg",))]
-    trials = try_on_ranks(learner, [*cases, *means])
+    means = [*judge.draw_cases(("avg",), worlds=(4, 3, 5)), *judge.draw_larger(("avg",))]
+    trials = judge.try_on_groups(learner, [*cases, *means])
     for case, ranks in zip([*cases, *means], trials, strict=True):
         total = torch.stack(list(case.inputs)).sum(0)
         wanted = total / case.world_size if case.arguments else total
         for rank, trial in enumerate(ranks):
             name = judge.who(rank, case) + (' with op="avg"' if case.arguments else "")
             judge.in_place(name, trial, case.inputs[rank], wanted, partial(judge.say_all_reduce, case))
+        judge.same_bits(case, ranks)
     refuse_ready_made(trials)
     sums, advice = trials[: len(cases)], "reduce-scatter first, then gather only finished chunks"
     rows = judge.byte_rows(cases, sums, comms.ring_all_reduce, advice)
@@ -122,11 +123,11 @@ def check_all_reduce(learner: Callable) -> Receipt:
     ),
 )
 def check_broadcast(learner: Callable) -> Receipt:
-    cases = judge.draw_cases((0,), worlds=(*judge.WORLDS, 7), divisible=False)
+    cases = judge.draw_cases((0,), worlds=(*judge.WORLDS, 7, 8), divisible=False)
     for world in (4, 5):
         cases += judge.draw_cases((random.randrange(1, world),), worlds=(world,), divisible=False)
     cases += judge.draw_larger((0,), worlds=(9, 10), divisible=False)
-    trials = try_on_ranks(learner, cases)
+    trials = judge.try_on_groups(learner, cases)
     for case, ranks in zip(cases, trials, strict=True):
         (root,) = case.arguments
         for rank in sorted(range(case.world_size), key=lambda rank: rank != root):
@@ -175,7 +176,7 @@ def check_hierarchical(learner: Callable) -> Receipt:
 )
 def check_all_to_all(learner: Callable) -> Receipt:
     cases = [*judge.draw_cases(), *judge.draw_larger()]
-    trials = try_on_ranks(learner, cases)
+    trials = judge.try_on_groups(learner, cases)
     for case, ranks in zip(cases, trials, strict=True):
         n = case.world_size
         known = {f"part {j} of rank {i}": x.chunk(n)[j] for i, x in enumerate(case.inputs) for j in range(n)}
@@ -202,18 +203,27 @@ def check_all_to_all(learner: Callable) -> Receipt:
     ),
 )
 def check_culprit(learner: Callable) -> list[Row]:
-    low, *middle, high = sorted(random.sample(range(9), 6))
+    low, *middle, high = sorted(random.sample(range(100), 6))
     a, b, c, d = random.sample(middle, 4)
     tables = {
         "a collective that one rank never enters": ({b: [a], c: [a], d: [a], high: [a], a: []}, a),
         "the lowest rank, which all wait for": ({low: [], b: [low], c: [low, b], d: [low]}, low),
         "the highest rank, which all wait for": ({high: [], b: [high], c: [high, b], d: [high]}, high),
         "a chain of receives": ({b: [low], low: [d], d: [a], a: []}, a),
+        "a long chain of receives": ({b: [low], low: [d], d: [high], high: [c], c: [a], a: []}, a),
         "most wait for one who waits itself": ({b: [high], c: [high], d: [high], high: [a], a: []}, a),
         "a rank waits for two, one of which waits for it": ({b: [c], c: [b, a], d: [b], a: []}, a),
         "the same, the other way round": ({b: [c], c: [a, b], d: [b], a: []}, a),
         "the lowest rank has finished": ({low: [], b: [a], c: [a], a: []}, a),
         "the highest rank has finished": ({high: [], b: [a], c: [a], a: []}, a),
+        "a circle, and above it a rank that others wait for": (
+            {low: [a], a: [low], c: [high], d: [high], high: []},
+            high,
+        ),
+        "a circle, and below it a rank that others wait for": (
+            {a: [high], high: [a], c: [low], d: [low], low: []},
+            low,
+        ),
         "a circle of sends": ({a: [b], b: [c], c: [d], d: [a]}, None),
         "a circle, and a rank outside that waits for one of it": ({low: [b], a: [b], b: [c], c: [a]}, None),
         "a circle, and a rank that has finished": ({low: [], a: [b], b: [c], c: [a]}, None),

@@ -1,5 +1,4 @@
-"""Spoilers of lab 01, other shapes than one ring: trees, two levels and all-to-alls that people get wrong; and the
-wrong rank blamed for a hang."""
+"""Spoilers of lab 01, other shapes than one ring: trees, two levels and all-to-alls that people get wrong."""
 
 import torch
 
@@ -59,6 +58,25 @@ def two_children_each(x, group, root=0):
     return x
 
 
+@tree_broadcast.mistake("at-most-two-children", expect="4 rounds for 8 ranks where 3.*two children each")
+def two_sends_each_at_the_earliest(x, group, root=0):
+    n, place = group.world_size, (group.rank - root) % group.world_size
+    reached, sends_left, edges = [0], [2], []
+    while len(reached) < n:  # one round
+        for parent in list(reached):
+            if sends_left[parent] and len(reached) < n:
+                edges.append((parent, len(reached)))
+                sends_left[parent] -= 1
+                sends_left.append(2)
+                reached.append(len(reached))
+    for parent, child in edges:
+        if place == parent:
+            group.send(x, (child + root) % n)
+        elif place == child:
+            group.recv(x, (parent + root) % n)
+    return x
+
+
 tree_broadcast.mistake(
     "root-ignored",
     {"(group.rank - root) % n": "group.rank"},
@@ -78,7 +96,9 @@ def gossip(x, group, root=0):
 
 
 tree_broadcast.mistake(
-    "not-in-place", {"n = group.world_size": "n, x = group.world_size, x.clone()"}, expect="did not write them into x"
+    "not-in-place",
+    {"n = group.world_size": "n, x = group.world_size, x.clone()"},
+    expect="returned another tensor: return x itself",
 )
 tree_broadcast.mistake(
     "three-rounds",
@@ -181,6 +201,13 @@ hierarchical_all_reduce.alternative(
 )
 
 
+@hierarchical_all_reduce.alternative("all-reduce-in-the-node")
+def adds_the_whole_tensor_in_the_node(x, group, node, across):
+    right.all_reduce(x, node)
+    mine = x.chunk(node.world_size)[node.rank].clone()
+    return x.copy_(right.all_gather(right.all_reduce(mine, across), node))
+
+
 # All-to-all
 
 all_to_all = KnownAnswers("all-to-all")
@@ -237,6 +264,18 @@ def posts_everything_at_once(x, group):
     return out
 
 
+@all_to_all.alternative("receives-posted-first")
+def posts_receives_and_sends(x, group):
+    out = x.clone()
+    outgoing, incoming = x.chunk(group.world_size), out.chunk(group.world_size)
+    others = [rank for rank in range(group.world_size) if rank != group.rank]
+    posted = [group.recv(incoming[rank], rank, async_op=True) for rank in others]
+    posted += [group.send(outgoing[rank], rank, async_op=True) for rank in others]
+    for work in posted:
+        work.wait()
+    return out
+
+
 @all_to_all.alternative("pairs-in-order")
 def lower_rank_sends_first(x, group):
     out = x.clone()
@@ -247,72 +286,3 @@ def lower_rank_sends_first(x, group):
             for turn in turns if group.rank < other else reversed(turns):
                 turn()
     return out
-
-
-# The culprit
-
-find_the_culprit = KnownAnswers("find-the-culprit")
-
-
-@find_the_culprit.mistake("most-waited-for", expect="waits itself.*go on from there")
-def blames_the_popular_one(waits_for):
-    waited = [rank for others in waits_for.values() for rank in others]
-    return max(set(waited), key=waited.count)
-
-
-find_the_culprit.mistake("first-idle-rank", {" and rank in awaited": ""}, expect="has finished and nobody waits for it")
-find_the_culprit.mistake("never-none", {"return None": "return min(waits_for)"}, expect="do so in a circle")
-
-
-@find_the_culprit.mistake("last-in-the-list-only", expect="the same, the other way round.*not None")
-def follows_the_last(waits_for):
-    rank, seen = next(rank for rank in waits_for if waits_for[rank]), set()
-    while waits_for[rank] and rank not in seen:
-        seen.add(rank)
-        rank = waits_for[rank][-1]
-    return None if waits_for[rank] else rank
-
-
-@find_the_culprit.mistake("only-direct", expect="not None|go on from there")
-def asks_only_for_unanimity(waits_for):
-    for rank in waits_for:
-        if all(rank in others for other, others in waits_for.items() if other != rank):
-            return rank
-    return None
-
-
-@find_the_culprit.mistake("keys-are-waiters", expect="is waited for and waits for nobody: that is the one, not None")
-def takes_every_key_for_a_waiter(waits_for):
-    return next(iter({rank for others in waits_for.values() for rank in others} - set(waits_for)), None)
-
-
-find_the_culprit.mistake(
-    "first-in-the-list-only",
-    {"for rank in others}": "for rank in others[:1]}"},
-    expect="for nobody: that is the one, not None|finished and nobody",
-)
-find_the_culprit.mistake(
-    "an-idle-rank-otherwise",
-    {"return None": "return next((rank for rank, others in waits_for.items() if not others), None)"},
-    expect="in a circle, and a rank that has finished, .* do so in a circle",
-)
-find_the_culprit.mistake("a-list", {"return rank": "return [rank]"}, expect="which is none of the ranks")
-
-
-@find_the_culprit.alternative("follows-all")
-def walks(waits_for):
-    todo, seen = [rank for others in waits_for.values() for rank in others], set()
-    while todo:
-        rank = todo.pop()
-        if not waits_for[rank]:
-            return rank
-        if rank not in seen:
-            seen.add(rank)
-            todo += waits_for[rank]
-    return None
-
-
-@find_the_culprit.alternative("most-waited-for-of-the-idle")
-def counts_the_waiting(waits_for):
-    waited = [rank for others in waits_for.values() for rank in others if not waits_for[rank]]
-    return max(set(waited), key=waited.count, default=None)

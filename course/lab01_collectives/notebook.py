@@ -58,7 +58,7 @@ for operation in ranks[0]:
 # ## Predict
 #
 # Before you run anything: **4 ranks all-reduce 8 MB. How many MB does each rank send?** Write down your guess; it comes
-# back in the receipt. (The one below is a common first guess.)
+# back in the receipt. (Below is a common one.)
 
 # %%
 guess_mb = 8.0 * 3  # your guess: to each of the other three ranks, the whole tensor?
@@ -75,12 +75,12 @@ guess_mb = 8.0 * 3  # your guess: to each of the other three ranks, the whole te
 # ```
 #
 # `group.rank` is this rank's number, `group.world_size` the number of ranks. Every check runs your function on groups of 1
-# to 5 real ranks and on a larger one, whose size is drawn (the two levels on 6 ranks), and looks at the values, at the
-# messages that carried them and at their bytes.
+# to 5 real ranks and on larger ones (two levels on 2 to 8), and looks at the values, the messages that carried them and
+# their bytes. A message costs a latency: cut no chunk into more than two.
 #
 # ### 1. Ring reduce-scatter (15 minutes)
 #
-# The ranks form a ring, and each sends to its right-hand neighbour only, $(r + 1) \bmod N$ (or all to the left-hand one).
+# The ranks form a ring, and each sends to its neighbours only, here to the right-hand one, $(r + 1) \bmod N$.
 # The tensor is cut into $N$ chunks. In each of $N-1$ rounds every rank sends one chunk and adds the chunk that arrives to
 # its own copy. In the picture a cell shows which ranks' contributions that chunk on that rank holds.
 
@@ -142,7 +142,8 @@ all_gather = check("ring-all-gather", all_gather)
 
 # %%
 def all_reduce(x, group, op="sum"):
-    """x: [N * n], replaced in place by its sum (op="avg": its mean) over the ranks; returns x."""
+    """x: [N * n], replaced in place by its sum (op="avg": its mean) over the ranks, with the same
+    bits on every rank; returns x."""
     # BEGIN SOLUTION
     mine = reduce_scatter(x, group)
     if op == "avg":
@@ -258,7 +259,7 @@ def bytes_by_witness():
 show(bytes_by_witness)
 
 # %% [markdown]
-# The picture shows two things. An all-reduce is a reduce-scatter and an all-gather: $6P = 3P + 3P$ for all ranks, $1.5P$
+# An all-reduce is a reduce-scatter and an all-gather: $6P = 3P + 3P$ for all ranks, $1.5P$
 # for each. And the parameter server sends *as many bytes in all* as the ring; it loses because half of them leave through
 # one rank, and the other half enter through it.
 #
@@ -297,7 +298,11 @@ receipts.messages(ledgers)
 # |---|---|---|
 # | ring | $2(N-1)$ | $2P(N-1)/N$ |
 # | tree (reduce, then broadcast) | $2\lceil\log_2 N\rceil$ | $2P\lceil\log_2 N\rceil$ |
-# | recursive doubling | $\log_2 N$ | $P\log_2 N$ |
+# | recursive doubling, $N$ a power of two | $\log_2 N$ | $P\log_2 N$ |
+# | recursive halving and doubling, $N$ a power of two ([Thakur, Rabenseifner and Gropp 2005](https://doi.org/10.1177/1094342005051521)) | $2\log_2 N$ | $2P(N-1)/N$ |
+#
+# By this model the last row beats the ring at every size if $N > 2$. But its partners are up to $N/2$ ranks apart, so
+# messages share links, which the model leaves out; the ring needs neighbours only, with any $N$.
 #
 # The tree here sends each tensor in one piece. Two ways of production change the table:
 #
@@ -309,8 +314,8 @@ receipts.messages(ledgers)
 # - *In-network reduction* ([Graham et al. 2016](https://doi.org/10.1109/COMHPC.2016.006), SHARP; NVLS inside NVLink
 #   switches): the switch adds. Each rank sends $P$ and receives $P$, half of the ring's bytes, in two latencies.
 #
-# Among algorithms whose ranks do all the adding, the ring sends the fewest bytes in the most rounds, so it loses where
-# tensors are small. Move the sliders: what happens to the crossover with more ranks? With a faster link?
+# Beside tree and recursive doubling the ring sends fewer bytes in more rounds, so it loses where tensors are small. Move
+# the sliders: what happens to the crossover with more ranks? With a faster link?
 
 # %%
 show(figures.times_by_size)
@@ -400,7 +405,7 @@ receipts.logged(all_gather)
 
 # %% [markdown]
 # Every number is added correctly and lands in the wrong place. The gradient norm, which training dashboards show, is
-# exactly right. Only a comparison of *values* with a reference, place by place, finds this bug.
+# right up to rounding. Only a comparison of *values* with a reference, place by place, finds this bug.
 #
 # ### Sends that wait for each other
 #
@@ -436,7 +441,7 @@ print(circle)
 # %%
 def culprit(waits_for):
     """waits_for: rank -> list of ranks it waits for.
-    -> the rank that holds up others; None if they wait in a circle."""
+    -> the rank that holds up others and waits for nobody; None if there is none, as in a circle."""
     # BEGIN SOLUTION
     awaited = {rank for others in waits_for.values() for rank in others}
     for rank, others in waits_for.items():
@@ -509,8 +514,8 @@ receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 #
 # | as claimed | what is true | where to read it |
 # |---|---|---|
-# | No all-reduce sends less than $2P(N-1)/N$ per rank. | True if ranks exchange messages and do all the adding. A switch that adds halves it. | [Patarasuk and Yuan 2009](https://doi.org/10.1016/j.jpdc.2008.09.002), [Graham et al. 2016](https://doi.org/10.1109/COMHPC.2016.006) |
-# | Communication of data parallelism grows linearly with the GPUs (or: does not depend on them). | Bytes per rank saturate at $2P$; the ring's rounds grow linearly. | your first receipt; the numbers for question 1 |
+# | No all-reduce sends less than $2P(N-1)/N$ per rank. | True of the average over ranks, if ranks exchange messages and do all the adding (the leaves of a tree send $P$). A switch that adds halves it. | [Patarasuk and Yuan 2009](https://doi.org/10.1016/j.jpdc.2008.09.002), [Graham et al. 2016](https://doi.org/10.1109/COMHPC.2016.006) |
+# | Communication of data parallelism grows linearly with the GPUs (or: does not depend on them). | Bytes per rank saturate at $2P$; the ring's rounds grow linearly. | the numbers for question 1 |
 # | A parameter server moves more bytes than a ring. | It moves as many, but one rank sends half of them and receives the other half. | the bars above; [Li et al. 2014](https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu) |
 # | A hierarchical all-reduce sends far fewer bytes between nodes. | 1.75 P instead of 1.97 P leave a node at 8 × 8; it saves rounds and uses all cards. | the table for 8 nodes above |
 # | Trees are for small messages only. | Of unpipelined trees. NCCL's double binary trees have full bandwidth. | [Sanders, Speck and Träff 2009](https://doi.org/10.1016/j.parco.2009.09.001) |
@@ -544,16 +549,16 @@ receipts.interview_numbers()
 # *Follow-up: then why does anybody bucket gradients?* Because every all-reduce pays the rounds again.
 # </details>
 #
-# **2. 70B parameters, bf16 gradients, 64 GPUs, 400 Gb/s each: how long is the all-reduce?**
+# **2. 70B parameters, bf16 gradients, 64 GPUs, 400 Gb/s each: how long is the all-reduce, beside 10 s of compute?**
 # <details><summary>Answer</summary>
 #
-# 140 GB · 2 · 63/64 = 275.6 GB sent per rank; at 50 GB/s 5.5 s: beside 10 s of compute, and not hidden, 35 % of the step.
+# 140 GB · 2 · 63/64 = 275.6 GB sent per rank; at 50 GB/s 5.5 s: if nothing hides it, over a third of the step.
 # Then doubt the question: pure data parallelism cannot
 # hold 70B on one GPU. Split 16 ways by tensor and pipeline parallelism, 4 replicas remain: each rank reduces 8.75 GB
 # over 4 ranks, 0.26 s, and most of that hides behind the backward pass.
 # </details>
 #
-# **3. Why can no all-reduce by messages between ranks send less than 2P(N-1)/N per rank? What can?**
+# **3. Why can no all-reduce by messages between ranks send less than 2P(N-1)/N per rank on average? What can?**
 # <details><summary>Answer</summary>
 #
 # Somewhere each of the P numbers must be added up from N contributions: N-1 of them, at least, have to travel, already
@@ -561,13 +566,13 @@ receipts.interview_numbers()
 # each. The ring reaches it, so it is optimal in bytes, not in rounds ([Patarasuk and Yuan 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)).
 #
 # *Follow-up: and if the switch adds?* Then each rank sends its P once and receives the result once: P instead of nearly
-# 2P (SHARP on InfiniBand, NVLS on NVLink). The proof above assumed that ranks do the adding.
+# 2P (SHARP on InfiniBand, NVLS on NVLink).
 # </details>
 #
 # **4. All-reduce and parameter server move the same bytes in all. So what is wrong with the server?**
 # <details><summary>Answer</summary>
 #
-# The bars above show it: at 4 ranks the server sends 3 P and receives 3 P, a ring rank 1.5 P each way.
+# At 4 ranks the server sends 3 P and receives 3 P, a ring rank 1.5 P each way.
 # The server's 2(N-1)P grow with N; the ring's stay below 2P.
 #
 # *Follow-up: how does one rescue the server?* Shard it: N servers with 1/N of the parameters each. That *is*
@@ -580,8 +585,6 @@ receipts.interview_numbers()
 # When α·rounds outweighs bytes/β. With 5 µs and 50 GB/s the ring passes an *unpipelined* tree at 0.47 MB on 8 ranks, at
 # 2.8 MB on 64 and at 28 MB on 1024. NCCL's tree is pipelined and double: 2P bytes in about 2 log2 N latencies, so by the
 # same model the ring passes it at 8 MB on 8 ranks and only at 0.9 GB on 64.
-#
-# *Follow-up: why did this machine show another crossover?* Another α: a round costs a wake-up by the scheduler.
 # </details>
 #
 # **6. What does expert parallelism send, and how often?**

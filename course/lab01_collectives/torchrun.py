@@ -54,11 +54,16 @@ def broadcast(x: torch.Tensor, group: Group, root: int = 0) -> torch.Tensor:
     # END SOLUTION
 
 
-def hierarchical_all_reduce(x: torch.Tensor, node: Group, across: Group) -> torch.Tensor:
+def hierarchical_all_reduce(
+    x: torch.Tensor,
+    group: Group,
+    node: Group,
+    across: Group,
+) -> torch.Tensor:
     """x, replaced in place by its sum over all ranks, as little as possible of it across nodes;
     returns x."""
     # BEGIN SOLUTION
-    return answers_of(LAB).hierarchical_all_reduce(x, None, node, across)
+    return answers_of(LAB).hierarchical_all_reduce(x, group, node, across)
     # END SOLUTION
 
 
@@ -88,7 +93,10 @@ def rank_program(group: Group) -> dict[str, Any]:
         ),
         "all-reduce": (lambda: all_reduce(x.clone(), group), total),
         "broadcast": (lambda: broadcast(x.clone(), group, root=n - 1), inputs[-1]),
-        "two levels": (lambda: hierarchical_all_reduce(x.clone(), mesh.node, mesh.across), total),
+        "two levels": (
+            lambda: hierarchical_all_reduce(x.clone(), group, mesh.node, mesh.across),
+            total,
+        ),
         "all-to-all": (lambda: all_to_all(x, group), torch.cat([i.chunk(n)[r] for i in inputs])),
     }
     return attempt({name: partial(sent_and_right, *trial) for name, trial in trials.items()})

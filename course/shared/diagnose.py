@@ -141,7 +141,7 @@ def _in_words(counts: list[int], place: int, chunk: int, parts: int) -> str:
     if all(count == 1 for count in counts):
         return f"it is the sum over all ranks of {what}" + (": off by one?" if place != chunk else "")
     if sum(counts) == 1:
-        return f"it is just rank {counts.index(1)}'s own {what}: nothing was added"
+        return f"it is just rank {counts.index(1)}'s own {what.removeprefix('the ')}: nothing was added"
     missing, twice = ([r for r, c in enumerate(counts) if c == k] for k in (0, 2))
     told = [f"without {_ranks(missing)}"] if missing else []
     told += [f"with {_ranks(twice)} twice"] if twice else []

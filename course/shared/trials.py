@@ -17,11 +17,11 @@ import torch
 from course.kit.exercises import CheckFailed
 from course.shared.groups import on_groups
 from minillm import measure
-from minillm.comm import Group, HangError, launch
+from minillm.comm import Group, HangError, Work, launch
 
 PATIENCE_S = 5.0  # of a rank in one operation: longer than any exercise needs on a busy machine
 POINT_TO_POINT = {"exchange", "send", "recv"}
-Step = tuple[list[tuple[int, int]], list[int]]  # what one call posted: sends (to, bytes), receives (from)
+Step = tuple[list[tuple[int, int]], list[int]]  # of one call: sends posted (to, bytes), receives awaited (from)
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one rank did in one call. after: its input afterwards; returned_input: whether the result is that input, or
-    a view of it; calls: operations by name; sent: bytes by group name."""
+    """What one rank did in one call. after: its input's memory afterwards; returned_input: whether the result is that
+    input, or a view of it; calls: operations by name; sent: bytes by group name."""
 
     result: Any
     after: torch.Tensor
@@ -76,6 +76,7 @@ def run(program: Callable[..., Any], nproc: int, *args: Any, advice: str | None 
 def one_trial(x: torch.Tensor, groups: Sequence[Group], call: Callable[[torch.Tensor], Any]) -> Trial:
     """Run `call(x)` and note every message it sends in one of the groups."""
     steps: list[Step] = []
+    memory = x.view_as(x)  # stays where it is if the learner gives x other data
     for group in groups:
         _note_messages(group, steps)
     try:
@@ -85,8 +86,8 @@ def one_trial(x: torch.Tensor, groups: Sequence[Group], call: Callable[[torch.Te
         for group in groups:
             del group.exchange  # the method shows through again
     sent = {group.name: led.bytes(group=group.name) for group in groups}
-    returned_input = isinstance(result, torch.Tensor) and result.data_ptr() == x.data_ptr()
-    return Trial(result, x, returned_input, steps, led.calls, sent)
+    returned_input = isinstance(result, torch.Tensor) and result.data_ptr() == memory.data_ptr()
+    return Trial(result, memory, returned_input, steps, led.calls, sent)
 
 
 def refuse_ready_made(trials: Sequence[Sequence[Trial]], needs_messages: bool = True) -> None:
@@ -94,7 +95,10 @@ def refuse_ready_made(trials: Sequence[Sequence[Trial]], needs_messages: bool = 
     used = Counter[str]()
     for trial in (trial for case in trials for trial in case):
         used += trial.calls
-    if ready := sorted(set(used) - POINT_TO_POINT):
+    ready = sorted(set(used) - POINT_TO_POINT)
+    if ready == ["barrier"]:
+        raise CheckFailed("you called barrier; leave it out: a receive waits for its message, and nothing else has to")
+    if ready:
         raise CheckFailed(
             f"you called {', '.join(ready)}, which is what you are to build: use messages between two ranks only "
             "(group.exchange, group.send, group.recv)"
@@ -146,13 +150,28 @@ def _all_cases(group: Group, function: Callable[..., Any], cases: Sequence[Colle
 def _note_messages(group: Group, steps: list[Step]) -> None:
     post = group.exchange
 
-    def exchange(send: Any = (), recv: Any = (), async_op: bool = False) -> Any:
+    def exchange(send: Any = (), recv: Any = (), async_op: bool = False, eager: bool = False) -> Any:
         # Peers are noted as global ranks, so that messages of several groups can be told apart.
         sends = [(group.ranks[to], x.numel() * x.element_size()) for x, to in _listed(send)]
-        steps.append((sends, [group.ranks[source] for _, source in _listed(recv)]))
-        return post(send, recv, async_op)
+        sources = [group.ranks[source] for _, source in _listed(recv)]
+        steps.append((sends, [] if async_op else sources))
+        result = post(send, recv, async_op, eager)
+        if async_op:
+            _note_wait(result, sources, steps)
+        return result
 
     group.exchange = exchange
+
+
+def _note_wait(work: Work, sources: list[int], steps: list[Step]) -> None:
+    """What an asynchronous exchange receives is there once it has been waited for."""
+
+    def wait() -> Any:
+        del work.wait  # the method shows through again
+        steps.append(([], sources))
+        return work.wait()
+
+    work.wait = wait
 
 
 def _listed(messages: Any) -> list[tuple[torch.Tensor, int]]:
