@@ -89,7 +89,8 @@ def ring_all_gather(num_elements: int, itemsize: int, world_size: int) -> Cost:
 def ring_all_reduce(num_elements: int, itemsize: int, world_size: int) -> Cost:
     """2P(N-1)/N bytes per rank in 2(N-1) rounds: reduce-scatter, then all-gather (Patarasuk & Yuan 2009).
 
-    No all-reduce can send less, so the ring is bandwidth-optimal; its rounds grow with N, so small tensors suffer.
+    No all-reduce of messages between ranks sends less on average over them, so the ring is bandwidth-optimal; its
+    rounds grow with N, so small tensors suffer.
     """
     args = (num_elements, itemsize, world_size)
     return ring_reduce_scatter(*args) + ring_all_gather(*args)
