@@ -122,8 +122,9 @@ case.debrief()
 def run(self, step, batch, loss, counted=None):
     """Returns the sum of loss(sum of weight * nll) over the microbatches.
 
-    step: called with the pieces of the tokens, shape and loss_of. shape(m): (torch.Size, dtype) of what a rank sends of
-    microbatch m; loss_of(last, y, m): its loss, where last.loss(y, targets, weights) gives sums of nll and of weights.
+    step: called with the pieces of the tokens, shape and loss_of.
+    shape(m): (torch.Size, dtype) of what a rank sends of microbatch m; loss_of(last, y, m): its
+    loss, where last.loss(y, targets, weights) gives sums of nll and of weights.
     batch: tokens, targets and weights, [rows, seq] each; weights may be None.
     counted: gets each microbatch's sum of weights, a tensor without a gradient, where the last part is.
     """
@@ -197,7 +198,7 @@ pair.debrief()
 
 # %%
 def indices(self, position):
-    """A NumPy array of integers, [batch_size]: this rank's windows of the step that begins at `position`."""
+    """NumPy integers, [batch_size]: this rank's windows of the step at `position`."""
     # BEGIN SOLUTION
     mine = position + self.rank + self.world_size * np.arange(self.batch_size)
     epochs, offsets = np.divmod(mine, self.num_samples)
