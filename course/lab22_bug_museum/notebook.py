@@ -123,10 +123,10 @@ def run(self, step, batch, loss, counted=None):
     """Returns the sum of loss(sum of weight * nll) over the microbatches.
 
     step: called with the pieces of the tokens, shape and loss_of.
-    shape(m): (torch.Size, dtype) of what a rank sends of microbatch m; loss_of(last, y, m): its
-    loss, where last.loss(y, targets, weights) gives sums of nll and of weights.
+    shape(m): (torch.Size, dtype) of what a rank sends of m; loss_of(last, y, m): its loss,
+    where last.loss(y, targets, weights) gives sums of nll and of weights.
     batch: tokens, targets and weights, [rows, seq] each; weights may be None.
-    counted: gets each microbatch's sum of weights, a tensor without a gradient, where the last part is.
+    counted: gets each microbatch's sum of weights, without a gradient, where the last part is.
     """
     # BEGIN SOLUTION
     tokens, targets, weights = batch
