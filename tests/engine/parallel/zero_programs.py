@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,7 +77,7 @@ def alone(case: Case, checkpoint: dict | None = None, device: str = "cpu") -> di
     optimizer = make(model.named_parameters())
     if checkpoint:
         model.load_state_dict(checkpoint["weights"])
-        optimizer.load_state_dict(checkpoint["state"])
+        optimizer.load_state_dict(deepcopy(checkpoint["state"]))  # torch keeps the given moments and steps on in them
     norms, gradients = [], {}
     for step in range(checkpoint["step"] if checkpoint else 0, STEPS):
         backward(model, step, 0, 1, 1, contextlib.nullcontext)
