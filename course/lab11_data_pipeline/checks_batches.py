@@ -16,7 +16,7 @@ from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab11_data_pipeline import feeding
 from course.lab11_data_pipeline import formulas as predict
-from course.shared.diagnose import expect_list
+from course.shared.diagnose import expect_list, expect_whole
 from minillm.comm import launch
 from minillm.data.sampler import permutation
 
@@ -116,7 +116,7 @@ def _deal_in_turns(learner: Callable, seed: int) -> None:
         order = partial(permutation, num_samples, drawn_by)
         for position in (0, num_samples - 1):
             shares = [learner(position, order, num_samples, batch_size, rank, world) for rank in range(world)]
-            shares = [feeding.whole_numbers(share) for share in shares]
+            shares = [expect_whole("a rank's share", share, "a list of ints") for share in shares]
             feeding.judge_step(shares, position, num_samples, batch_size, order, resumed=False)
 
 

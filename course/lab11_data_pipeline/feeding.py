@@ -5,7 +5,6 @@ judge "computes" until the batches that should be made ahead are there, and only
 """
 
 import math
-import operator
 import queue
 import sys
 import threading
@@ -20,7 +19,7 @@ import numpy as np
 
 from course.kit.exercises import CheckFailed
 from course.kit.receipts import Row, row
-from course.shared.diagnose import expect
+from course.shared.diagnose import expect, expect_whole
 from minillm.comm import Group
 from minillm.data.sampler import permutation
 from minillm.measure import ledger
@@ -47,19 +46,9 @@ def deal_on_ranks(
             for _ in range(steps):
                 if group.rank < world_size:
                     mine = deal(position, order, num_samples, batch_size, group.rank, world_size)
-                    dealt[-1].append(whole_numbers(mine))
+                    dealt[-1].append(expect_whole("a rank's share", mine, "a list of ints"))
                 position += world_size * batch_size
     return dealt, led.messages
-
-
-def whole_numbers(share: Any) -> list[int]:
-    """A rank's samples as Python's ints; CheckFailed for anything else, 4.0 and "4" included."""
-    expect(isinstance(share, Iterable), share, "a list of ints")
-    samples = list(share)
-    try:
-        return [operator.index(sample) for sample in samples]
-    except TypeError:
-        raise CheckFailed(f"you returned {samples!r:.80}; samples are whole numbers, a list of ints") from None
 
 
 def judge_step(
