@@ -86,11 +86,17 @@ def check_one_f_one_b(learner: Callable) -> Receipt:
             if peak > most:
                 raise CheckFailed(
                     f"{where}: stage {stage} holds {peak:g} microbatches at once where {most} keep the pipeline full: "
-                    f"before its first backward it needs {most} forwards"
+                    f"do a backward before {_first_above(schedule.actions(stage), most)}"
                 )
         _in_time(schedule, where)
         rows += _rows(schedule, where, due)
     return Receipt(f"1F1B on a clock, F = {F}, B = {B}", tuple(rows))
+
+
+def _first_above(order: Sequence[Action], most: int) -> Action:
+    """The first forward that takes more than `most` microbatches in."""
+    held = itertools.accumulate(1 if action.kind == "F" else -1 for action in order)
+    return next(action for action, now in zip(order, held, strict=True) if now > most)
 
 
 def _cases() -> list[tuple[int, int]]:
@@ -124,12 +130,16 @@ def _in_time(schedule: Schedule, where: str) -> None:
     took = simulate(schedule, Durations(F=F, B=B)).makespan
     least = predict.makespan(schedule.ranks, schedule.microbatches, F, B)
     if took > least:
-        for rank in range(schedule.ranks):
-            backwards = [action.microbatch for action in schedule.actions(rank) if action.kind == "B"]
-            if backwards != sorted(backwards):
+        *others, made = (
+            [action.microbatch for action in schedule.actions(rank) if action.kind == "B"]
+            for rank in range(schedule.ranks)
+        )
+        for stage, backwards in enumerate(others):
+            if backwards != made:
                 raise CheckFailed(
                     f"{where}: it can be run, but takes {took:g} where {least:g} are enough (F = {F}, B = {B}). Stage "
-                    f"{rank} does its backwards in the order {backwards}: the oldest microbatch comes first"
+                    f"{stage} does its backwards in the order {backwards}, but the last stage makes gradients in the "
+                    f"order {made}: take them as they come"
                 )
         first = [[action.kind for action in schedule.actions(rank)].index("B") for rank in range(schedule.ranks)]
         raise CheckFailed(
@@ -210,7 +220,8 @@ def _draw_costs(layers: int, parts: int) -> tuple[list[float], int]:
         blocks = (random.choice((2.0, 2.0, 3.0, 5.0)) for _ in range(layers - 2))
         costs = [1.0, *blocks, random.choice((6.0, 7.0))]
         best = _slowest(costs, _best_cut(costs, parts))
-        planless = (_as_many_each(layers, parts), _up_to_the_mean(costs, parts))
+        head_alone = [*_best_cut(costs[:-1], parts - 1), range(layers - 1, layers)]
+        planless = (_as_many_each(layers, parts), _up_to_the_mean(costs, parts), head_alone)
         if layers == parts or all(_slowest(costs, ranges) > best for ranges in planless):
             return costs, parts
 
@@ -218,7 +229,7 @@ def _draw_costs(layers: int, parts: int) -> tuple[list[float], int]:
 def _read_ranges(found: Any, costs: Sequence[float], parts: int) -> list[range]:
     where = f"{len(costs)} layers on {parts} stages"
     try:
-        ranges = [range(stage.start, stage.stop) for stage in found]
+        ranges = [range(stage.start, stage.stop, stage.step or 1) for stage in found]
     except (AttributeError, TypeError):
         raise CheckFailed(
             f"{where}: you returned {found!r:.60}; the exercise asks for a list of ranges, one per stage"
@@ -248,7 +259,9 @@ def _slowest(costs: Sequence[float], ranges: Sequence[range]) -> float:
 
 
 def _ranges(ranges: Sequence[range]) -> str:
-    return ", ".join(f"{stage.start} to {stage.stop - 1}" if stage else "nothing" for stage in ranges)
+    steps = (f" in steps of {stage.step}" * (stage.step != 1) for stage in ranges)
+    ends = (f"{stage[0]} to {stage.stop - 1}" if stage else "nothing" for stage in ranges)
+    return ", ".join(end + step for end, step in zip(ends, steps, strict=True))
 
 
 def _even(costs: Sequence[float], parts: int) -> float:

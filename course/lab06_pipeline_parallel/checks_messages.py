@@ -1,5 +1,6 @@
 """Lab 06, pipeline parallelism: messages that cannot deadlock, and a backward in two halves."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,9 +42,9 @@ Message = tuple[str, str]  # (send or recv, the action whose result travels)
 def check_messages(learner: Callable) -> Receipt:
     programs, names = [], []
     for make, name, stages, microbatches in (
-        (ANSWERS.gpipe_order, "GPipe", 3, 3),
+        (_from_the_last, "GPipe with backwards from the last", 3, 3),
         (ANSWERS.one_f_one_b_order, "1F1B", 4, 8),
-        (ANSWERS.one_f_one_b_order, "1F1B", 2, random.randint(3, 5)),
+        (ANSWERS.one_f_one_b_order, "1F1B", 2, random.randint(11, 13)),
         (ANSWERS.one_f_one_b_order, "1F1B", 1, 2),
     ):
         where = f"{name}, {stages} stage{'s' * (stages > 1)}, {microbatches} microbatches"
@@ -60,6 +61,10 @@ def check_messages(learner: Callable) -> Receipt:
         rows.append(row(f"{where}: messages of all stages", due, sum(sent for _, sent in found)))
         rows.append(row("    that brought something else", 0, sum(len(wrong) for wrong, _ in found)))
     return Receipt("on real ranks, each exchange waited for", tuple(rows))
+
+
+def _from_the_last(stage: int, stages: int, microbatches: int) -> list[str]:
+    return [f"F{m}" for m in range(microbatches)] + [f"B{m}" for m in reversed(range(microbatches))]
 
 
 def _read(steps: Any, order: Sequence[str], stage: int, where: str) -> list[str | list[Message]]:
@@ -132,13 +137,17 @@ def _judge_rendezvous(steps: Sequence[list], where: str) -> None:
                         break
                 at[stage] += 1
                 moved = True
-    stuck = {stage: _waiting(own[at[stage]], stage, met)[0] for stage, own in enumerate(steps) if at[stage] < len(own)}
+    stuck = {stage: _waiting(own[at[stage]], stage, met) for stage, own in enumerate(steps) if at[stage] < len(own)}
     if stuck:
-        text = ", ".join(f"stage {stage} in '{verb} {name}'" for stage, (verb, name) in stuck.items())
-        raise CheckFailed(
-            f"{where}: deadlock, if sends wait for their receives: {text}. Where two neighbours send to each other, "
-            "post the send together with the receive that follows it, in one list"
-        )
+        text = ", ".join(f"stage {stage} in '{verb} {name}'" for stage, [(verb, name), *_] in stuck.items())
+        sends = {(stage, name[0]) for stage, waiting in stuck.items() for verb, name in waiting if verb == "send"}
+        advice = "A receive stands too early: post it right before the action that needs it"
+        if any(kind == "F" and (stage + 1, "B") in sends for stage, kind in sends):
+            advice = (
+                "Where two neighbours send to each other, post the send together with the receive that follows it, in "
+                "one list"
+            )
+        raise CheckFailed(f"{where}: deadlock, if sends wait for their receives: {text}. {advice}")
 
 
 def _waiting(batch: Sequence[Message], stage: int, met: Sequence[set[Message]]) -> list[Message]:
@@ -163,30 +172,36 @@ def _waiting(batch: Sequence[Message], stage: int, met: Sequence[set[Message]]) 
     ),
 )
 def check_split(learner: Any) -> Receipt:
-    layers, microbatches, width, tokens = random.randint(2, 4), 3, 8, 5
-    weights = [nn.Parameter(torch.randn(width, width, dtype=torch.float64)) for _ in range(layers)]
+    layers, microbatches, tokens = random.randint(2, 4), 3, 2
+    widths = random.sample(range(24, 40), layers + 1)
+    weights = [
+        nn.Parameter(torch.randn(outputs, inputs, dtype=torch.float64) / inputs**0.5)
+        for inputs, outputs in itertools.pairwise(widths)
+    ]
     alone = [nn.Parameter(weight.detach().clone()) for weight in weights]
-    product = 2 * tokens * width * width * layers
+    product = 2 * tokens * sum(weight.numel() for weight in weights)
     flops = {"forward": 0, "backward": 0, "later": 0}
-    widest, later = 0, []
-    for m in range(microbatches):
-        given = torch.randn(tokens, width, dtype=torch.float64)
+    most_alive, later, passes = 0, [[] for _ in range(microbatches)], []
+    for queue in later:  # all forwards come first, as in a pipeline
+        given = torch.randn(tokens, widths[0], dtype=torch.float64)
         x, twin = given.clone().requires_grad_(), given.clone().requires_grad_()
-        y, right, queue = [x], twin, []
+        y, right = [x], twin
         flops["forward"] += count_flops(lambda y=y, queue=queue: _through(learner, y, weights, queue))
         for weight in alone:
             right = torch.tanh(right @ weight.T)
         right.square().sum().backward()
+        passes.append((x, twin, y))
+    for m, ((x, twin, y), queue) in enumerate(zip(passes, later, strict=True)):
         with NewTensors(*weights) as made:
             flops["backward"] += count_flops(lambda y=y: y[-1].square().sum().backward())
-        widest = max(widest, made.largest)
-        _judge_input(x, twin, weights, queue, m)
-        later.append(queue)
-    early = {m for m, queue in enumerate(later) if len(queue) != layers}
-    if early:
-        raise CheckFailed(
-            f"{len(later[min(early)])} functions in later after a backward through {layers} layers; one each"
-        )
+        most_alive = max(most_alive, made.most_alive)
+        _judge_input(x, twin, weights, queue)
+        if len(queue) != layers:
+            others = sum(map(len, later[m + 1 :]))
+            raise CheckFailed(
+                f"{len(queue)} functions in later after a backward through {layers} layers; one each"
+                + f". Lists of other microbatches hold {others}: which list did this one's forward get?" * (others > 0)
+            )
     for m in reversed(range(microbatches)):  # any order will do
         flops["later"] += count_flops(lambda queue=later[m]: [work() for work in queue])
     _judge_weights(weights, alone, microbatches)
@@ -197,7 +212,7 @@ def check_split(learner: Any) -> Receipt:
         row("    of F", due, flops["forward"]),
         row("weight gradients of one whole backward", True, True),
     ]
-    if flops["backward"] > due or (flops["later"] < due and widest >= width * width):
+    if flops["backward"] > due or (flops["later"] < due and most_alive >= sum(weight.numel() for weight in weights)):
         raise CheckFailed(
             "right gradients, but backward computes the product for the weight, too: it is not put off, only its "
             "addition",
@@ -223,8 +238,8 @@ def _through(learner: Any, y: list[Tensor], weights: Sequence[Tensor], later: li
         y.append(torch.tanh(learner.apply(y[-1], weight, later)))
 
 
-def _judge_input(x: Tensor, twin: Tensor, weights: Sequence[Tensor], later: list, m: int) -> None:
-    if x.grad is None or not torch.allclose(x.grad, twin.grad):
+def _judge_input(x: Tensor, twin: Tensor, weights: Sequence[Tensor], later: list) -> None:
+    if x.grad is None or not torch.allclose(x.grad, twin.grad, rtol=1e-10, atol=1e-12):
         raise CheckFailed("the input's gradient is not right after backward: gradient @ weight, at once")
     if any(weight.grad is not None for weight in weights):
         raise CheckFailed(

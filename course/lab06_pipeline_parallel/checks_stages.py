@@ -30,7 +30,7 @@ ANSWERS = answers_of("06_pipeline_parallel")
     hints=(
         "Between two stages the graph is cut: autograd knows nothing of what came from another rank. What has to be "
         "done by hand at the cut, on the way forward and on the way back?",
-        "forward: receive into an empty tensor (not on the first stage) and only then let it require a gradient; "
+        "forward: receive into an empty tensor (not on the first stage) and let it require a gradient; "
         "compute; keep x and y under m; send y without waiting. On the last stage y is the loss, divided by "
         "microbatches. backward: take x and y out; receive the gradient of y (not on the last stage), y.backward(it), "
         "send x.grad without waiting.",
@@ -51,10 +51,13 @@ def check_stage(learner: Callable) -> Receipt:
         for case, ranks in zip(
             first, sharding.by_case(run(rank_programs.run_stage, 4, learner, first), first), strict=True
         ):
+            _judge_gradients(case, ranks)
             _judge_stage(case, ranks)
         raise CheckFailed(f"right under GPipe, but under 1F1B {hang}") from None
-    rows = []
-    for case, ranks in zip(cases, sharding.by_case(trials, cases), strict=True):
+    rows, each = [], list(zip(cases, sharding.by_case(trials, cases), strict=True))
+    for case, ranks in each:
+        _judge_gradients(case, ranks)
+    for case, ranks in each:
         _judge_stage(case, ranks)
         rows += _rows(case, ranks)
     return Receipt("stages on real ranks", tuple(rows))
@@ -69,15 +72,15 @@ def _draw_case(
 ) -> StageCase:
     rows, width = random.randint(2, 5), random.randint(5, 9)
     return StageCase(
-        list(torch.randn(stages, width, width, dtype=dtype)),
-        list(torch.randn(microbatches, rows, width, dtype=dtype)),
+        list(torch.randn(stages, width + 1, width, dtype=dtype)),
+        list(torch.randint(2, (microbatches, rows, width))),  # require no gradient, as token ids cannot
         list(torch.randn(microbatches, rows, width, dtype=dtype)),
         [order(stage, stages, microbatches) for stage in range(stages)],
         f"{name}, {stages} stage{'s' * (stages > 1)}, {microbatches} microbatches",
     )
 
 
-def _judge_stage(case: StageCase, ranks: Sequence[Staged]) -> None:
+def _judge_gradients(case: StageCase, ranks: Sequence[Staged]) -> None:
     """CheckFailed unless every stage has the gradient of one process, by messages between neighbours."""
     wanted, microbatches, close = rank_programs.in_one_process(case), len(case.inputs), 100 * _rounding(case)
     slips = {
@@ -96,7 +99,9 @@ def _judge_stage(case: StageCase, ranks: Sequence[Staged]) -> None:
         if ready := sorted(set(did.calls) - rank_programs.GROUP_ONLY):
             raise CheckFailed(f"{who} calls {', '.join(ready)}: neighbours exchange messages, the others have no part")
         if did.gradient is None:
-            raise CheckFailed(f"{who} has no gradient: does backward run on every stage, through the kept output?")
+            raise CheckFailed(
+                f"{who}: not every parameter has a gradient: does backward run on every stage, through the kept output?"
+            )
         if torch.allclose(did.gradient, wanted[stage], rtol=close, atol=close / 100):
             continue
         said = [text for text, wrong in slips.items() if torch.allclose(did.gradient, wrong[stage], rtol=1e-4)]
@@ -104,13 +109,22 @@ def _judge_stage(case: StageCase, ranks: Sequence[Staged]) -> None:
             said = ["the last stage's is right, so look at what travels back: is it the gradient that came in?"]
         guess = "did a later receive overwrite a saved activation, or does backward run through another microbatch's?"
         raise CheckFailed(f"{who}: the gradient is wrong: {said[0] if said else guess}")
-    stages = case.world_size
+
+
+def _judge_stage(case: StageCase, ranks: Sequence[Staged]) -> None:
+    """CheckFailed for right gradients if more is kept, waited for or sent than they need."""
+    stages, microbatches = case.world_size, len(case.inputs)
     for stage, did in enumerate(ranks):
         most = _most_in_flight(case, stage)
         if did.peak > most:
             raise CheckFailed(
                 f"right gradients, but {case.name}: stage {stage} holds the outputs of {did.peak} microbatches at once "
                 f"where {most} are enough: let go of what is kept when its backward comes"
+            )
+        if did.held > most:
+            raise CheckFailed(
+                f"right gradients, but {case.name}: stage {stage} holds the inputs of {did.held} microbatches at once "
+                f"where {most} are enough: let go of x, too, once its backward has run"
             )
         if did.waits:
             raise CheckFailed(
@@ -125,7 +139,7 @@ def _judge_stage(case: StageCase, ranks: Sequence[Staged]) -> None:
 
 def _rounding(case: StageCase) -> float:
     """A relative error that is rounding."""
-    return 1e-12 if case.inputs[0].dtype == torch.float64 else 1e-5
+    return 1e-12 if case.weights[0].dtype == torch.float64 else 1e-5
 
 
 def _most_in_flight(case: StageCase, stage: int) -> int:
@@ -140,14 +154,14 @@ def _rows(case: StageCase, ranks: Sequence[Staged]) -> list:
     wanted, stages = rank_programs.in_one_process(case), case.world_size
     worst = max(((did.gradient - right).norm() / right.norm()).item() for did, right in zip(ranks, wanted, strict=True))
     most = [_most_in_flight(case, stage) for stage in range(stages)]
-    within = all(did.peak <= limit for did, limit in zip(ranks, most, strict=True))
+    within = all(max(did.peak, did.held) <= limit for did, limit in zip(ranks, most, strict=True))
     (tokens, width), close = case.inputs[0].shape, _rounding(case)
-    due = predict.sent_bytes(stages, len(case.inputs) * tokens, 1, width, case.inputs[0].itemsize)
+    due = predict.sent_bytes(stages, len(case.inputs) * tokens, 1, width, case.weights[0].itemsize)
     return [
         row(f"{case.name}: gradients of one process (within {close:g})", True, worst < close),
         row("    messages of all stages", predict.sends(stages, len(case.inputs)), sum(did.messages for did in ranks)),
         row("    their bytes", due, sum(did.bytes for did in ranks), "B"),
-        row(f"    outputs held by the stages, at most {most}", True, within),
+        row(f"    inputs and outputs held by the stages, at most {most}", True, within),
     ]
 
 
@@ -203,6 +217,8 @@ def _judge_tied(who: str, did: rank_programs.Summed, wanted: Tensor, case: Tied,
         raise CheckFailed(f"{who}: the weight itself changed; sum the gradients (.grad)")
     if did.gradient is not None:
         expect_like(f"{who}: .grad", did.gradient, wanted, "a sum of two gradients, of the weight's size and dtype")
+        if did.has_graph:
+            raise CheckFailed(f"{who}: .grad carries a graph, which keeps what it was made of alive")
         if torch.allclose(did.gradient, wanted):
             return
     first, last = case.gradients[0], case.gradients[-1]

@@ -260,7 +260,7 @@ def rows_of(found: dict[Job, list[PipelineRecord]]) -> list[dict[str, Any]]:
 
 def uneven_stages(stages: int = 4) -> dict[str, tuple[float, ...]]:
     """Seconds of each emulated stage's forward, FORWARD_S on average, for a small model with a large vocabulary (its
-    head costs as much as two layers): as many layers each, and balanced."""
+    head costs 1.8 times as much as a layer): as many layers each, and balanced."""
     config = replace(MODEL, vocab_size=512)
     costs = layer_costs(config)
     costs[0] -= config.vocab_size * config.hidden_size  # an embedding is looked up, which takes no time

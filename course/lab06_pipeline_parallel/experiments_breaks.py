@@ -2,7 +2,7 @@
 and a stage with a bug to find.
 
 All of them are real bugs: gradients too large by the number of microbatches (pytorch#144352, torchtitan#800), tied
-embeddings that drift apart (Megatron-LM#299), gradient norms that miss a pipeline stage (torchtitan#596).
+embeddings whose gradients are not summed (piper#13), gradient norms that miss a pipeline stage (torchtitan#596).
 """
 
 from dataclasses import replace
@@ -208,7 +208,7 @@ def bug_hunt(stage_class: type, stages: int = 4, microbatches: int = 6) -> dict[
     orders = {"one microbatch at a time": in_turn}
     for name, schedule in (("1F1B", one_f_one_b(stages, microbatches)), ("GPipe", gpipe(stages, microbatches))):
         orders[name] = [[str(action) for action in order] for order in schedule.orders]
-    weights = draw(stages, rank_programs.WIDTH, rank_programs.WIDTH)
+    weights = draw(stages, rank_programs.WIDTH + 1, rank_programs.WIDTH)
     inputs, targets = (draw(microbatches, rank_programs.ROWS, rank_programs.WIDTH) for _ in range(2))
     cases = [rank_programs.StageCase(weights, inputs, targets, order, name) for name, order in orders.items()]
     ranks, right = launch(rank_programs.run_stage, stages, stage_class, cases), rank_programs.in_one_process(cases[0])

@@ -34,6 +34,12 @@ def first_stage_in_turns(stage, stages, microbatches):
     return (ANSWERS.one_f_one_b_order if stage == 0 else ANSWERS.gpipe_order)(stage, stages, microbatches)
 
 
+@gpipe_order.mistake("stages-disagree", expect="but the last stage makes gradients in the order")
+def backwards_differ(stage, stages, microbatches):
+    order = ANSWERS.gpipe_order(stage, stages, microbatches)
+    return order[:microbatches] + order[microbatches:][:: -1 if stage % 2 else 1]
+
+
 @gpipe_order.mistake("one-f-one-b", expect="GPipe does all forwards first")
 def turns(stage, stages, microbatches):
     return ANSWERS.one_f_one_b_order(stage, stages, microbatches)
@@ -82,7 +88,7 @@ one_f_one_b_order.mistake(
         'f"F{to_fill + m}", f"B{m}"': 'f"F{to_fill + m}", f"B{to_fill + m}"',
         "range(microbatches - to_fill, microbatches)": "range(to_fill)",
     },
-    expect="the oldest microbatch comes first",
+    expect="take them as they come",
 )
 
 
@@ -97,6 +103,12 @@ def by_limit(stage, stages, microbatches):
             order.append(f"B{backwards}")
             backwards += 1
     return order
+
+
+@one_f_one_b_order.alternative("microbatches-from-the-last")
+def from_the_last(stage, stages, microbatches):
+    order = ANSWERS.one_f_one_b_order(stage, stages, microbatches)
+    return [f"{action[0]}{microbatches - 1 - int(action[1:])}" for action in order]
 
 
 @one_f_one_b_order.alternative("as-actions")
@@ -142,6 +154,16 @@ balance_stages.mistake(
 balance_stages.mistake(
     "least-sum-of-squares", {"max(sum(costs[a:b])": "sum(sum(costs[a:b]) ** 2"}, expect="your slowest stage takes"
 )
+
+
+@balance_stages.mistake("head-alone", expect="your slowest stage takes")
+def head_alone(costs, parts):
+    if parts == 1:
+        return [range(len(costs))]
+    return [*ANSWERS.balance(costs[:-1], parts - 1), range(len(costs) - 1, len(costs))]
+
+
+balance_stages.mistake("every-other-layer", {"range(a, b)": "range(a, b, 2)"}, expect="is not every layer once")
 
 
 @balance_stages.alternative("tries-caps")

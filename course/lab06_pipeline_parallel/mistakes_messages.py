@@ -25,7 +25,7 @@ def one_by_one(order, stage, stages):
 
 
 rendezvous_messages.mistake(
-    "sends-everywhere", {" if 0 <= target < stages else []": ""}, expect="'send [FB]0', but nobody is there"
+    "sends-everywhere", {" if 0 <= target < stages else []": ""}, expect="'send B2', but nobody is there"
 )
 rendezvous_messages.mistake("never-receives", {'steps[-1].append(f"recv {action}")': "pass"}, expect="never receives")
 
@@ -54,6 +54,11 @@ def loose(order, stage, stages):
     return [text for step in steps for text in ([step] if isinstance(step, str) else step)]
 
 
+rendezvous_messages.mistake(
+    "microbatches-of-one-digit",
+    {"recv {action}": "recv {action[:2]}", "send {action}": "send {action[:2]}"},
+    expect="2 stages, 1. microbatches",
+)
 rendezvous_messages.mistake("reordered", {"in order:": "in sorted(order, reverse=True):"}, expect="keep the order")
 
 
@@ -94,6 +99,21 @@ split_backward.mistake(
         )
     },
     expect="only its addition",
+)
+split_backward.mistake(
+    "rows-at-once",
+    {
+        "def weight_gradient():\n            found = gradient.T @ x.detach()": (
+            "rows = [(gradient[:, [i]] * x).sum(0) for i in range(gradient.shape[1])]\n\n"
+            "        def weight_gradient():\n            found = torch.stack(rows)"
+        )
+    },
+    expect="only its addition",
+)
+split_backward.mistake(
+    "the-list-of-the-newest-forward",
+    {"ctx.later = later": "SplitLinear.later = later", "ctx.later.append": "SplitLinear.later.append"},
+    expect="Lists of other microbatches hold",
 )
 split_backward.mistake(
     "computed-again-later",

@@ -38,6 +38,14 @@ stage_step.mistake(
     expect="second time|KeyError|the gradient is wrong",
 )
 stage_step.mistake("input-without-gradient", {"x.requires_grad_()": ""}, expect="NoneType|x.grad|no gradient")
+stage_step.mistake(
+    "first-input-requires-a-gradient", {"y = self.module(x)": "y = self.module(x.requires_grad_())"}, expect="floating"
+)
+stage_step.mistake(
+    "keeps-inputs",
+    {"x, y = self.kept.pop(m)": "x, y = self.kept.pop(m)\n        self.kept[-1 - m] = x"},
+    expect="holds the inputs of 4 microbatches at once where 1 are enough",
+)
 
 
 stage_step.mistake(
@@ -63,6 +71,15 @@ stage_step.mistake(
 )
 stage_step.mistake(
     "a-buffer-of-float64", {"torch.empty_like(y)": "torch.empty(y.shape, dtype=torch.float64)"}, expect="float32"
+)
+
+
+stage_step.alternative(
+    "requires-a-gradient-before-it-receives",
+    {
+        "torch.empty_like(self.like)": "torch.empty_like(self.like, requires_grad=True)",
+        "            x.requires_grad_()\n": "",
+    },
 )
 
 

@@ -1,8 +1,8 @@
 """Lab 06's rank programs: a learner's pipeline stage, messages and tied embedding at work on real ranks.
 
 Each program takes the learner's object and a list of cases, so that one launch serves several numbers of stages, and
-returns per case what came out and what the ledger says. The graphs behind a stage's outputs are watched by weak
-references: those that live on after their backward are activations that were never let go.
+returns per case what came out and what the ledger says. A stage's inputs and the graphs behind its outputs are watched
+by weak references: those that live on after their backward are activations that were never let go.
 """
 
 import gc
@@ -33,8 +33,8 @@ GROUP_ONLY = {"send", "recv", "exchange"}
 class StageCase:
     """A model cut into stages, its microbatches and targets, and the order in which stages are told to work."""
 
-    weights: list[Tensor]  # [width, width] of each stage
-    inputs: list[Tensor]  # [rows, width] of each microbatch
+    weights: list[Tensor]  # [width + 1, width] of each stage: a matrix, and a bias below it
+    inputs: list[Tensor]  # [rows, width] of each microbatch; integers, as token ids are, or not
     targets: list[Tensor]
     orders: list[list[str]]
     name: str
@@ -50,11 +50,12 @@ class StageCase:
 
 @dataclass(frozen=True)
 class Staged:
-    """What one rank did. peak: outputs whose graphs live at once; messages, bytes: sent; waits: for its own sends,
-    before the caller asked for it."""
+    """What one rank did. peak: outputs whose graphs live at once; held: inputs that do; messages, bytes: sent; waits:
+    for its own sends, before the caller asked for it."""
 
     gradient: Tensor | None
     peak: int
+    held: int
     messages: int
     bytes: int
     waits: int
@@ -62,17 +63,23 @@ class Staged:
 
 
 class Part(nn.Module):
-    """One stage: tanh(x @ weight). Knows which of its outputs' graphs are still alive, without keeping them so.
+    """One stage: tanh(x @ weight + bias). Knows which of its inputs and graphs are still alive, and keeps none.
 
     What it returns is what its backward reads, so an output that is overwritten shows in the gradient.
     """
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight, self.graphs = nn.Parameter(weight.clone()), weakref.WeakSet()
+        self.weight, self.bias = nn.Parameter(weight[:-1].clone()), nn.Parameter(weight[-1].clone())
+        self.inputs, self.graphs = weakref.WeakSet(), weakref.WeakSet()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(_Watch.apply(x @ self.weight, self.graphs))
+        self.inputs.add(x.untyped_storage())  # of whichever view of it
+        return torch.tanh(_Watch.apply(x.to(self.weight.dtype) @ self.weight + self.bias, self.graphs))
+
+    def gradient(self) -> Tensor | None:
+        found = self.weight.grad, self.bias.grad
+        return None if None in found else torch.cat((found[0], found[1][None]))
 
 
 class _Watch(torch.autograd.Function):
@@ -99,9 +106,10 @@ def run_stage(group: Group, learner: Callable, cases: Sequence[StageCase]) -> li
     gc.freeze()  # makes looking for what is let go cheap
 
     def run(case: StageCase, part: Group) -> Staged:
-        module, peak = Part(case.weights[part.rank]), 0
+        module, peak, held = Part(case.weights[part.rank]), 0, 0
+        like = torch.zeros_like(case.inputs[0], dtype=case.weights[0].dtype)
         with measure.ledger() as led, Sends(part) as sends:
-            stage = learner(module, part, torch.zeros_like(case.inputs[0]), case.loss, len(case.inputs))
+            stage = learner(module, part, like, case.loss, len(case.inputs))
             for action in case.orders[part.rank]:
                 kind, m = action[0], int(action[1:])
                 if kind == "F":
@@ -109,15 +117,15 @@ def run_stage(group: Group, learner: Callable, cases: Sequence[StageCase]) -> li
                 else:
                     stage.backward(m)
                 sends.end_call()
-                if len(module.graphs) > peak:
+                if len(module.graphs) > peak or len(module.inputs) > held:
                     gc.collect()
-                    peak = max(peak, len(module.graphs))
+                    peak, held = max(peak, len(module.graphs)), max(held, len(module.inputs))
             for handle in getattr(stage, "sent", ()):
                 if hasattr(handle, "wait"):
                     handle.wait()
             sends.refuse_lost("keep it in self.sent, where the caller waits for it")
         part.barrier()
-        return Staged(module.weight.grad, peak, led.messages, led.bytes(), sends.waits, led.calls)
+        return Staged(module.gradient(), peak, held, led.messages, led.bytes(), sends.waits, led.calls)
 
     return on_groups(group, cases, run)
 
@@ -173,7 +181,7 @@ def in_one_process(case: StageCase, changed: Callable[[Tensor, int], Tensor] | N
     weights = [weight.clone().requires_grad_() for weight in case.weights]
     for m, x in enumerate(case.inputs):
         for weight in weights:
-            x = torch.tanh(x @ weight)
+            x = torch.tanh(x.to(weight.dtype) @ weight[:-1] + weight[-1])
         loss = case.loss(x, m) / len(case.inputs)
         (changed(loss, m) if changed else loss).backward()
     return [weight.grad for weight in weights]
@@ -239,6 +247,7 @@ class Summed:
     """What one rank has afterwards and what it sent."""
 
     gradient: Tensor | None
+    has_graph: bool
     weight_moved: bool
     bytes: int
     calls: Counter[str]
@@ -257,6 +266,7 @@ def run_tied(group: Group, learner: Callable, cases: Sequence[Tied]) -> list[Sum
             sends.refuse_lost("wait() for it before the gradient is used")
         part.barrier()
         moved = weight is not None and not torch.equal(weight.detach(), torch.ones_like(weight))
-        return Summed(None if weight is None else weight.grad, moved, led.bytes(), led.calls)
+        found = None if weight is None else weight.grad
+        return Summed(found, found is not None and found.requires_grad, moved, led.bytes(), led.calls)
 
     return on_groups(group, cases, run)
