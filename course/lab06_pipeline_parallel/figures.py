@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 from course.lab06_pipeline_parallel import experiments, pipeline_picture
 from course.lab06_pipeline_parallel.experiments import FORWARD_S, Job, PipelineRecord
 from minillm.drawing import headline, subplots
-from minillm.palette import PALETTE, TEXT, look
+from minillm.palette import TEXT, look
 from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES, Durations, pipedream, simulate
 from minillm.predict.training import pipeline as predict
 
@@ -50,11 +50,12 @@ def idle_by_microbatches(stages: int = 4, most_idle: float = 0.25) -> Figure:
         marker = drawn.marker if x is counts else ""
         axes.plot(x, y, color=drawn.color, marker=marker, linestyle=how, label=name)
     needed = predict.microbatches_needed(stages, most_idle)
-    axes.axhline(most_idle, color=PALETTE["vermillion"], linewidth=1, linestyle="--")
-    axes.axvline(needed, color=PALETTE["vermillion"], linewidth=1, linestyle="--")
+    axes.axhline(most_idle, color=TEXT, linewidth=1, linestyle="--")
+    axes.axvline(needed, color=TEXT, linewidth=1, linestyle="--")
     axes.annotate(f"{needed} microbatches", (needed, 0), xytext=(4, 4), textcoords="offset points", fontsize=9)
-    axes.set(xlabel="microbatches M", ylabel="idle share of a step", ylim=(0, 1.05), xlim=(0, 8 * stages))
-    axes.set_title(f"{stages} stages idle at most {most_idle:.0%} from {needed} microbatches on (predicted)")
+    axes.set(xlabel="microbatches M", ylim=(0, 1.05), xlim=(0, 8 * stages))
+    axes.set_ylabel("idle share of a step (dotted: of useful time)")
+    axes.set_title(f"GPipe and 1F1B, {stages} stages: idle at most {most_idle:.0%} from {needed} microbatches on")
     axes.legend()
     return figure
 

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 06 · Pipeline parallelism
 #
-# **Stages idle for $(n-1)/(M+n-1)$ of a step; 1F1B changes the memory, not the bubble.** You build both schedules,
-# run them on real ranks and compare them with these formulas.
+# **Equal stages idle for $(n-1)/(M+n-1)$ of a step; 1F1B changes the memory and, while messages take no time, not the
+# bubble.** You build both, run them on real ranks and compare them with these formulas.
 # Stands on labs 01 (messages) and 02 (the step, accumulation).
 #
 # About 4 hours; the core path of two is the exercises (105 minutes) with the figures beside them. Run All takes about a
@@ -51,23 +51,24 @@ guess_idle = 0.5  # your guess
 receipts.idle_share(guess_idle)
 
 # %% [markdown]
-# Every stage works for $M(F+B)$ and idles for $(n-1)(F+B)$: at the start until the first microbatch reaches it, and at
-# the end while the last gradient travels to the first stage. The share of the step is therefore $(n-1)/(M+n-1)$.
+# If stages are equal and messages take no time, stage $s$ works for $M(F+B)$ and idles for $(n-1)(F+B)$: $sF$ at the
+# start, $sB$ at the end, the rest while it waits for gradients. The share of the step is therefore $(n-1)/(M+n-1)$.
 # $(n-1)/M$ is another quantity, idle time over *useful* time, which can exceed 1.
 #
 # ### Common claims
 #
 # - *The bubble is $(n-1)/M$.* [Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), §2.2, define it so, as idle
 #   over *ideal* time. As a share of the step it is $(n-1)/(M+n-1)$: 43 %, not 75 %, for $n = M = 4$.
-# - *1F1B shrinks the bubble.* It idles exactly as long as GPipe. It holds fewer activations, so you can afford more
-#   microbatches, and those shrink the bubble.
+# - *1F1B shrinks the bubble.* By itself it idles as long as GPipe, or longer if messages take time. It holds fewer
+#   activations, so you can afford more microbatches, and those shrink the bubble.
 # - *The bubble is negligible if $M \ge 4n$* ([Huang et al. 2019](https://arxiv.org/abs/1811.06965), §2.3). At $M = 4n$
 #   up to 20 % of the step is idle. For at most 25 %, $M = 3(n-1)$ is enough.
 # - *Pipelines train with stale gradients and several weight versions.* That is true of asynchronous ones such as
 #   [PipeDream, Narayanan et al. 2019](https://doi.org/10.1145/3341301.3359646). With a flush per step they are exact.
-# - *Microbatches cost activation memory.* At a fixed batch GPipe holds as much in all, however you cut it; 1F1B holds
-#   less.
-# - *Interleaving is memory-efficient.* Compared with GPipe. It holds *more* activations than plain 1F1B.
+# - *Microbatches cost activation memory.* At a fixed batch GPipe without recomputation holds as much in all, however
+#   you cut it; 1F1B holds less.
+# - *Interleaving is memory-efficient.* Compared with GPipe, for $M$ well above $n$. It holds *more* activations than
+#   plain 1F1B.
 # - *An MFU below 50 % is a sign of bubbles.* Llama 3 405B ran at 38 to 43 % ([Llama team
 #   2024](https://arxiv.org/abs/2407.21783), table 4). A bubble is a gap on a timeline.
 #
@@ -78,7 +79,8 @@ receipts.idle_share(guess_idle)
 # A schedule is *data*: for each stage, the order of its actions. Waiting is not written down. A stage starts its next
 # action as soon as the inputs are there, so the times follow from the orders. Between its F and its B a microbatch is
 # *in flight* on a stage, which keeps its activations that long. GPipe
-# ([Huang et al. 2019](https://arxiv.org/abs/1811.06965)) runs all forwards, then all backwards.
+# ([Huang et al. 2019](https://arxiv.org/abs/1811.06965)) runs all forwards, then all backwards. Which microbatch goes
+# first is free, if all stages agree.
 
 
 # %%
@@ -93,8 +95,8 @@ def gpipe_order(stage, stages, microbatches):
 gpipe_order = check("gpipe-order", gpipe_order)
 
 # %% [markdown]
-# When the first backward begins, every stage holds the activations of *all* microbatches. That is GPipe's real cost;
-# its idle time is no longer than 1F1B's.
+# When the first backward begins, every stage holds the activations of *all* microbatches. That is GPipe's real cost
+# (the paper keeps only each stage's inputs and recomputes).
 #
 # ### 2. 1F1B (15 minutes)
 #
@@ -141,8 +143,9 @@ sliders(
 )
 
 # %% [markdown]
-# Switch between `gpipe` and `1f1b`. The step takes exactly as long; the number of microbatches in flight falls from
-# 8, 8, 8, 8 to 4, 3, 2, 1. How the idle share falls with $M$:
+# Switch between `gpipe` and `1f1b`. With `message` at 0 the step takes exactly as long; the number of microbatches in
+# flight falls from 8, 8, 8, 8 to 4, 3, 2, 1. Above 0, 1F1B waits for round trips and is slower. How the idle share falls
+# with $M$:
 
 # %%
 show(figures.idle_by_microbatches)
@@ -160,8 +163,8 @@ print(simulate(schedules.one_f_one_b(4, 8), Durations(F=1, B=1, W=0)))
 receipts.printed_chart()
 
 # %% [markdown]
-# The orders are right and the times are impossible. B0 runs on all four stages in the same slot, although stage 0 needs
-# the gradient that stage 1's B0 computes. Drawn like this, a pipeline seems to have hardly any bubble.
+# The orders are right, the times impossible. B0 runs on all four stages in the same slot, although stage 0 needs the
+# gradient that stage 1's B0 computes. Drawn like this, the bubble is 16 % instead of 27 %.
 #
 # ### 3. Which layers go where (15 minutes)
 #
@@ -189,12 +192,11 @@ balance = check("balance-stages", balance)
 # ### 4. A stage at work (25 minutes)
 #
 # Now on real ranks. Between two stages the autograd graph is cut: autograd does not know that `x` came from another
-# rank. So receive first and let `x` require a gradient *afterwards*. On the way back, receive the gradient of `y`, run
-# backward from there, and send `x.grad` on. The gradient asked for is that of the whole batch's *mean* loss.
+# rank. So let the `x` that you receive require a gradient. On the way back, receive the gradient of `y`, run backward
+# from there, and send `x.grad` on. The gradient asked for is that of the whole batch's *mean* loss.
 #
-# What you need of `Group`: `group.recv(x, src)` fills `x` in place and returns when it has arrived.
-# `group.send(x, dst, async_op=True)` returns a handle at once; keep it in `self.sent`, the caller waits for it at the
-# end of the step.
+# `group.recv(x, src)` fills `x` in place and returns when it has arrived. `group.send(x, dst, async_op=True)` returns a
+# handle at once; at the end of the step the caller waits for those in `self.sent`.
 
 
 # %%
@@ -217,8 +219,8 @@ class Stage:
         self.sent = []  # handles of sends that nobody waits for yet
 
     def forward(self, m, x=None):
-        """Microbatch m through this stage. x: on the first stage only, else None.
-        Sends with async_op=True."""
+        """Microbatch m through this stage. x: on the first stage its input, which may be integers
+        (token ids), else None. Sends with async_op=True."""
         # BEGIN SOLUTION
         if not self.first:
             x = torch.empty_like(self.like)
@@ -234,7 +236,7 @@ class Stage:
 
     def backward(self, m):
         """Adds microbatch m's gradient to the module's parameters,
-        and lets go of what was kept for it."""
+        and lets go of what was kept for it, inputs included."""
         # BEGIN SOLUTION
         x, y = self.kept.pop(m)
         if self.last:
@@ -257,8 +259,8 @@ Stage = check("stage-step", Stage)
 # ### 5. Messages that cannot deadlock (20 minutes)
 #
 # Your sends did not wait. On GPUs, NCCL carries out the unbatched messages of a communicator in the order in which they
-# were posted, and each only once its partner has posted the other half: a *rendezvous*. (`wait()` on an NCCL handle
-# makes the current *stream* wait; the host goes on.) With rendezvous, a wrong order alone can deadlock:
+# were posted, and each may have to wait until its partner posts the other half: a *rendezvous*. (`wait()` on an NCCL
+# handle makes the current *stream* wait; the host goes on.) Then a wrong order alone can deadlock:
 #
 #     stage 0   F1   send F1 to 1    recv B0 from 1   B0       stage 0 offers F1, while stage 1 first wants
 #     stage 1   B0   send B0 to 0    recv F1 from 0   F1       to deliver B0, which stage 0 does not take yet
@@ -304,7 +306,7 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, later):
         """x: [tokens, inputs], weight: [outputs, inputs], a leaf;
-        later: a list -> [tokens, outputs]."""
+        later: a list, each microbatch's own -> [tokens, outputs]."""
         # BEGIN SOLUTION
         ctx.save_for_backward(x, weight)
         ctx.later = later
@@ -399,11 +401,12 @@ show(figures.draw_idle, rows=experiments.rows_of(every), stages=4, microbatches=
 receipts.step_times(every)
 
 # %% [markdown]
-# - **GPipe and 1F1B idle alike.** What is measured above the prediction is the cost of messages and Python on this
-#   machine, and of whatever else runs on it.
+# - **GPipe and 1F1B idle alike.** What is measured above the prediction is the cost of messages, Python and other
+#   programs.
 # - **Interleaved** ([Narayanan et al. 2021](https://arxiv.org/abs/2104.04473)), also called *virtual pipeline stages*:
 #   $v = 2$ *chunks* per rank, so filling takes half as long: $(n-1)/(vM+n-1)$.
-# - **Zero bubble**: idle for $(n-1)(F+I-W)$ instead of $(n-1)(F+I+W)$, a third if the three are equal.
+# - **Zero bubble**: idle for $(n-1)(F+I-W)$ instead of $(n-1)(F+I+W)$, a third if the three are equal. This holds for
+#   $M \ge n$ and $W \le F, I$.
 # - **Zero bubble V** ([Qi et al. 2023](https://arxiv.org/abs/2401.10241)): two chunks per rank, on a path down the ranks
 #   and back up, so the first rank has the loss.
 # - **DualPipe** ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437)): microbatches enter at both ends, and every rank
@@ -427,8 +430,9 @@ receipts.held(every)
 
 # %% [markdown]
 # Interleaving holds 5.5 stages' worth on the first stage where plain 1F1B holds 4, a factor $1 + (n-1)/(nv)$, and it
-# sends $2M(nv-1)$ messages, 112 instead of 48. *No* schedule divides the first stage's activations by $n$: under 1F1B
-# it holds $n$ microbatches of $1/n$ of the layers, as much as one process that accumulates gradients.
+# sends $2M(nv-1)$ messages, 112 instead of 48. No schedule that keeps the pipeline full divides the first stage's
+# activations by $n$: under 1F1B it holds $n$ microbatches of $1/n$ of the layers, as much as one process that
+# accumulates gradients.
 #
 # The same in bytes, from every tensor that autograd saves (*skip on a first reading*), and the bytes of the messages:
 
@@ -441,7 +445,7 @@ receipts.sent(found, Job("1f1b"), Job("dualpipe"), SAME_BATCH)
 # %% [markdown]
 # Neither the number of layers nor that of microbatches appears in the bytes: a pipeline sends the activations at its
 # borders once in each direction. A *middle* stage sends $2BSHb$ bytes whatever $n$ is; the factor $n-1$ belongs to the
-# total over all stages. Of all the ways to divide a model, this one tolerates slow links between nodes best.
+# total over all stages.
 #
 # ## Asynchronous pipelines
 #
@@ -479,8 +483,8 @@ receipts.tied(accidents[0]["tied"])
 
 # %% [markdown]
 # After one step the "one" embedding is two different matrices
-# ([Megatron-LM#299](https://github.com/NVIDIA/Megatron-LM/issues/299)). The loss falls all the same, and the checkpoint
-# stores whichever copy is written last.
+# ([piper#13](https://github.com/uw-syfi/piper/issues/13)). The loss falls all the same, and the checkpoint stores
+# whichever copy is written last.
 #
 # ### A norm that misses the other stages
 #
@@ -490,8 +494,9 @@ receipts.tied(accidents[0]["tied"])
 receipts.norms([rank["norm"] for rank in accidents])
 
 # %% [markdown]
-# There are two ways to get it wrong: every stage clips by its own norm, or all squares are added up and the tied matrix
-# counts twice ([torchtitan#596](https://github.com/pytorch/torchtitan/issues/596)).
+# There are two ways to get it wrong: every stage clips by its own norm
+# ([torchtitan#596](https://github.com/pytorch/torchtitan/issues/596)), or all squares are added up and the tied matrix
+# counts twice.
 #
 # ### Sends that wait
 #
@@ -524,7 +529,7 @@ receipts.bug_hunt(experiments_breaks.bug_hunt(experiments_breaks.Suspect))
 # `self.inputs[m % 2]`: two buffers hold two microbatches. Autograd saves the received activation for the weight
 # gradient, and a third receive overwrites it before its backward has run. Under 1F1B stage $s$ of 4 has $4-s$
 # microbatches in flight, so stage 1 (three) is wrong and stages 2 and 3 (two and one) are right. Stage 0 receives no
-# activations. `.data` hides the write from autograd, which would have raised an error. Mend it with as many buffers as
+# activations. Autograd raises no error, since it does not see what `recv` writes. Mend it with as many buffers as
 # microbatches in flight, or a new tensor for each.
 # </details>
 
@@ -535,7 +540,7 @@ receipts.without_the_bug(experiments_breaks.bug_hunt(Stage))
 # ## Where it loses
 #
 # **Few microbatches**: with $M = 1$ a pipeline of 4 idles for 75 % of the step. **Uneven stages**: here the head costs
-# as much as two layers. Once with as many layers on each stage, once balanced:
+# as much as 1.8 layers. Once with as many layers on each stage, once balanced:
 
 # %%
 receipts.uneven(found, UNEVEN)
@@ -578,7 +583,8 @@ receipts.peers(experiments_torch.peers())
 #
 # **A. 70B parameters (80 layers, hidden 8,192, 64 heads) train on 64 GPUs of 80 GB, 8 per node, with tensor parallelism
 # and sequence parallelism over 8. The global batch is 1,024 sequences of 4,096 tokens, one per microbatch. Which
-# pipeline depth: 2, 4 or 8?** 16 bytes of state per parameter; attention scores are not stored (FlashAttention).
+# pipeline depth: 2, 4 or 8?** 16 bytes of state per parameter, 12 of which ZeRO-1 can shard; attention scores are not
+# stored (FlashAttention).
 
 # %%
 receipts.design_depth()
@@ -586,10 +592,10 @@ receipts.design_depth()
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The idle share decides nothing here: $M$ is large in all three cases. Memory does. Activations of stage 0 do not
-# depend on the depth. Without ZeRO-1, depth 2 needs 81 GB and does not fit, depth 4 needs 46 GB. With ZeRO-1 depth 2
-# needs 42 GB, has the fewest stages to balance and the fewest messages: take it. The price is a gradient reduction of
-# 4.4 billion parameters per rank over 4 replicas.
+# The idle share decides nothing here: $M$ is large in all three cases. Activations of stage 0 do not depend on the
+# depth. Without ZeRO-1 memory decides: depth 2 needs 81 GB and does not fit, depth 4 needs 46 GB. With ZeRO-1 all fit,
+# and depth 2 (42 GB) has the fewest stages to balance and the fewest messages: take it. The price is a gradient
+# reduction of 4.4 billion parameters per rank over 4 replicas.
 # </details>
 #
 # **B. 16 stages and 64 microbatches idle too much, and the global batch is fixed. Interleave with 2 or 4 chunks, or
@@ -653,8 +659,8 @@ print("stage 0 of zero bubble:", *schedules.zero_bubble(6, 12).actions(0))
 # **4. Gradients of your pipeline are 8 times those of one process. Why did nobody notice?**
 # <details><summary>Answer</summary>
 #
-# Mean losses of 8 microbatches were added up without a division, and AdamW is invariant to the scale. The symptoms are
-# gradient norms 8 times too large and clipping at every step.
+# Mean losses of 8 microbatches were added up undivided, and AdamW is invariant to the scale. The symptoms: gradient
+# norms 8 times too large, clipping at every step.
 # </details>
 #
 # ## Can you answer them now?
