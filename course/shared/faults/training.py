@@ -66,7 +66,7 @@ TIED_NOT_SUMMED = Fault(
     {TIED_SUMMED: "pass"},
     place="pipeline, shared parameters",
     mechanism="the two stages' gradients of the embedding are never added up",
-    shipped=("NVIDIA/Megatron-LM#299",),
+    shipped=("uw-syfi/piper#13",),
 )
 
 # Tensors and sequences that are cut over ranks.
@@ -85,7 +85,7 @@ NORM_COUNTS_COPIES = Fault(
     ("minillm.train.strategies.hybrid:global_norm",),
     place="gradient norm",
     mechanism="a parameter that several ranks hold counts once for each of them",
-    shipped=("NVIDIA-NeMo/RL#3788", "pytorch/torchtitan#596", "NVIDIA/Megatron-LM#5916"),
+    shipped=("NVIDIA-NeMo/RL#3788", "NVIDIA/Megatron-LM#5916"),
 )
 SEEDED = "start.fill(part, seed, device"
 PATCHWORK = Fault(
