@@ -381,7 +381,7 @@ show(figures.one_against_many)
 # %% [markdown]
 # The weights are read once for all sequences, so by the roof a step takes hardly longer until compute takes over, at the
 # batch in the table's title. Beyond it each further sequence costs its share of arithmetic. The measured bend is softer,
-# as small batches fall short of the roof: in float32 a step of two can even take as long as two steps.
+# as most passes fall short of the roof: in float32 a step of two can even take as long as two steps.
 #
 # Does prefill gain from batching, too? Predict, then look:
 
