@@ -38,10 +38,11 @@ def check_nucleus(learner: Any) -> list[Row]:
     random.shuffle(exact)
     cases = [("on the edge", exact, 0.75), ("within", exact, 0.8), ("a tiny top_p", exact, 0.01), ("all", exact, 1.0)]
     cases.append(("equals at the border", [0.4, 0.2, 0.2, 0.2], 0.5))
-    for size in (random.randint(5, 7), random.randint(8, 11), random.randint(60, 90)):
+    for size in (random.randint(5, 7), random.randint(8, 11), random.randint(150, 200)):
         cases.append((f"{size} random tokens", _random_shares(size), random.uniform(0.3, 0.9)))
     sums = list(itertools.accumulate(sorted(cases[-1][1], reverse=True)))
-    for number in random.sample(range(5, 50), 6):  # a sum that is rounded to 8 bits misses these
+    few, many = random.sample(range(5, 50), 4), random.sample(range(60, 140), 2)
+    for number in (*few, *many, len(sums) - random.randint(3, 6)):  # a sum that is rounded to 8 bits misses these
         cases.append((f"a hair beside {number} tokens", cases[-1][1], sums[number - 1] + (-1) ** number * 1e-5))
     found = [learner(torch.tensor(shares, dtype=torch.float64), top_p) for _, shares, top_p in cases]
     for (_, shares, _), kept in zip(cases, found, strict=True):
@@ -50,10 +51,10 @@ def check_nucleus(learner: Any) -> list[Row]:
     evidence = [kept.tolist() for kept in found]
     for (name, shares, top_p), kept in zip(cases, evidence, strict=True):
         right, mine = ([shares[i] for i in each] for each in (fewest(shares, top_p), compress(range(len(kept)), kept)))
-        rows.append(row(f"{name}, top_p {top_p:.3g}: tokens kept", len(right), len(mine)))
+        rows.append(row(f"{name}, top_p {top_p:.6g}: tokens kept", len(right), len(mine)))
         if sorted(mine) != sorted(right):  # of equals any may stay
             raise CheckFailed(
-                f"{name}, top_p {top_p:.3g}: of {_show(shares)} you keep {_show(mine)}, which sum to {sum(mine):.4g}; "
+                f"{name}, top_p {top_p:.6g}: of {_show(shares)} you keep {_show(mine)}, which sum to {sum(mine):.4g}; "
                 f"the nucleus is {_show(right)}, which sum to {sum(right):.4g}.",
                 rows,
                 evidence=evidence,
@@ -70,7 +71,7 @@ def check_nucleus(learner: Any) -> list[Row]:
 
 
 def _show(shares: Sequence[float]) -> str:
-    return ", ".join(f"{share:.3g}" for share in shares) or "nothing"
+    return f"{len(shares)} tokens" if len(shares) > 12 else ", ".join(f"{share:.3g}" for share in shares) or "nothing"
 
 
 def _random_shares(size: int) -> list[float]:
@@ -109,11 +110,13 @@ def _first_of_equals(shares: Sequence[float], size: int) -> set[int]:
 )
 def check_distribution(learner: Callable) -> list[Row]:
     rows: list[Row] = []
-    cases = [(1.0, None, 1.0), (0.6, None, 1.0), (1.7, None, 1.0), (1.0, 3, 1.0), (1.0, None, 0.7)]
-    cases += [(2.0, None, 0.7), (0.5, 5, 0.8), (1.3, 4, 0.6), (0.0, None, 1.0), (0.0, 2, 0.5)]
+    cases = [(1.0, None, 1.0), (0.6, None, 1.0), (1.7, 6, 1.0), (1.0, 3, 1.0), (1.0, None, 0.7)]
+    cases += [(2.0, None, 0.7), (0.5, 5, 0.8), (1.3, 4, 0.6), (1.0, 1, 1.0), (0.0, None, 1.0), (0.0, 2, 0.5)]
     drawn = [(case, _wide_logits(*case)) for case in cases]
     drawn.append(((1.0, 3, 0.7), [math.log(share) for share in (0.3, 0.25, 0.2, 0.15, 0.1)]))  # .55, .45 and no third
+    drawn.append(((1.0, None, 0.95), [math.log(share) for share in (0.5, 0.3, 0.16, 0.03, 0.01)]))
     drawn += [((1.0, 2, 1.0), [1.0, 3.0, 1.0, 1.0]), ((1.3, 9, 1.0), _wide_logits(1.3, None, 1.0)[:5])]  # ties; k of 5
+    drawn += [((0.0, None, 1.0), [1.0, 3.0, 0.5, 3.0]), ((0.1, None, 1.0), [110.0, 109.0, 109.5])]  # a tie; e^1100
     evidence = []
     for case, logits in drawn:
         found = learner(torch.tensor(logits, dtype=torch.float64), *case)
@@ -125,11 +128,13 @@ def check_distribution(learner: Callable) -> list[Row]:
         ranked = (sorted(zip(logits, each, strict=True)) for each in (shares, right))  # of equals any may stay
         apart = sum(abs(a - b) for (_, a), (_, b) in zip(*ranked, strict=True)) / 2
         rows.append(row(f"{_name(case)}: possible tokens", _possible(right), _possible(shares)))
+        overflows = case[0] and math.isnan(apart)
+        cause = " exp(logits / T) overflows: subtract the largest first, as torch.softmax does." if overflows else ""
         if not apart < 1e-6:  # NaN, too
             raise CheckFailed(
                 f"{_name(case)}: {_possible(shares)} tokens are possible and their probabilities sum to "
                 f"{sum(shares):.4f}. Right are {_possible(right)} that sum to 1, and {apart:.3g} of the probability "
-                "lies elsewhere.",
+                f"lies elsewhere.{cause}",
                 rows,
                 evidence=evidence,
             )

@@ -1,11 +1,12 @@
 """Lab 12, bytes and seconds: the cache, what a decode step reads and computes, the latencies that users feel.
 
 Bytes are counted on a real forward pass, by operation (`traffic.py`); FLOPs by torch's counter. Latencies are
-compared with the engine's own, on a clock that the check moves.
+compared with the engine's own, on a clock that the check moves, and with those of a log made up by hand.
 """
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from numbers import Real
 from typing import Any
 
@@ -89,7 +90,7 @@ def check_decode_step(learner: Callable) -> Receipt:
         weights, kv = matmul_parameters(config), kv_bytes_per_token(config, dtype.itemsize)
         found = learner(weights, kv, batch, context, dtype.itemsize, peak, bandwidth)
         if not isinstance(found, tuple | list) or len(found) != 3 or not all(map(_number, found)):
-            raise CheckFailed("the exercise asks for three numbers: (bytes read, FLOPs, tokens per second)")
+            raise CheckFailed("the exercise asks for a tuple or list of three: (bytes read, FLOPs, tokens per second)")
         evidence.append(list(found))
         read, flops = one_step(config, batch, context, dtype)
         most = ANSWERS.decode_step(weights, kv, batch, context, dtype.itemsize, peak, bandwidth)[2]
@@ -135,8 +136,8 @@ def one_step(config: ModelConfig, batch: int, context: int, dtype: torch.dtype =
 @one_thread()
 def check_latencies(learner: Callable) -> Receipt:
     first, second = served(), served([random.randint(2, 5) for _ in range(random.randint(6, 8))] + [1])
-    rows = _judge_latencies(learner, *first)
-    return receipt("two logs of the engine", [*rows, *_judge_latencies(learner, *second)])
+    rows = [each for log in (first, second, several_at_once()) for each in _judge_latencies(learner, *log)]
+    return receipt("two logs of the engine, and one with several tokens per pass", rows)
 
 
 def _judge_latencies(learner: Callable, log: Log, timings: dict) -> list[Row]:
@@ -149,10 +150,14 @@ def _judge_latencies(learner: Callable, log: Log, timings: dict) -> list[Row]:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise CheckFailed(f"{request}: you returned {pair!r}; the exercise asks for (TTFT, TPOT)")
         for what, mine, due in (("TTFT", pair[0], ttft), ("TPOT", pair[1], tpot)):
+            if isinstance(mine, str):
+                raise CheckFailed(
+                    f"{request}: you say {what} {mine!r}, a text; give seconds, or None where there is none"
+                )
             mine, due = ("none" if each is None else each for each in (mine, due))
-            rows.append(row(f"{request}: {what}, the engine's and yours", due, mine, "s", 1e-9))
+            rows.append(row(f"{request}: {what}, right and yours", due, mine, "s", 1e-9))
             if rows[-1].verdict == "off":
-                wrong.append(f"{request}: you say {what} {mine}, the engine says {due}.")
+                wrong.append(f"{request}: you say {what} {mine}, but it is {due}.")
     if wrong:
         raise CheckFailed(wrong[0], rows, evidence={name: list(pair) for name, pair in found.items()})
     return rows
@@ -177,3 +182,12 @@ def served(answers: Sequence[int] = (6, 1, 4, 2, 3)) -> tuple[Log, dict[str, tup
         # prompts are short, so every sequence in the step has one token more
         log += [(now[0], name.split("/")[0], "token") for name, _, _ in engine.records[-1].batch]
     return log, dict(sorted(timings.items()))
+
+
+def several_at_once() -> tuple[Log, dict[str, tuple[float, float]]]:
+    """Two requests whose passes yield one token or two, as in lab 15: those come at one time."""
+    at = list(accumulate([random.uniform(0.02, 0.3) for _ in range(4)], initial=0.0))
+    log = [(at[0], "a", "arrived"), (at[1], "b", "arrived")]
+    for when, request, tokens in ((2, "a", 2), (2, "b", 1), (3, "a", 1), (3, "b", 2), (4, "a", 1)):
+        log += [(at[when], request, "token")] * tokens
+    return log, {"a": (at[2] - at[0], (at[4] - at[2]) / 3), "b": (at[2] - at[1], (at[3] - at[2]) / 2)}

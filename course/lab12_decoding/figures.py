@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
 from course.lab12_decoding import experiments, experiments_breaks
@@ -16,6 +17,8 @@ from minillm.drawing import headline, log_ticks, subplots
 from minillm.palette import PALETTE, look
 from minillm.predict.model import kv_bytes_per_token, parameters
 from minillm.predict.roofline import attainable
+
+PLAIN = {"edgecolor": "white", "linewidth": 0.5}
 
 # Pure functions of parameters, for sliders.
 
@@ -73,13 +76,12 @@ def decode_by_batch(
     shape = replace(MODELS[model], num_kv_heads=kv_heads)
     batches = np.unique(np.logspace(0, 3.3, 60).astype(int))
     kv, weights = kv_bytes_per_token(shape), parameters(shape).total * weight_bits / 8
+    read = predict.work(shape, 1, 1, context - 1).weight_bytes * weight_bits / 16  # of the embedding only a row
     rates = [_rate(shape, int(b), context, card, weight_bits) for b in batches]
     fits = (card.memory_bytes - weights) / (context * kv)
     figure, axes = subplots(width=7.5, height=3.8)
     axes.plot(batches, rates, color=look(0).color, marker="", linewidth=2, label="at most")
-    axes.plot(
-        batches, batches * card.bandwidth / weights, ":", color=PALETTE["black"], marker="", label="weights alone"
-    )
+    axes.plot(batches, batches * card.bandwidth / read, ":", color=PALETTE["black"], marker="", label="weights alone")
     ceiling = predict.kv_ceiling(kv, context, card.bandwidth)
     axes.axhline(ceiling, linestyle="--", color=look(3).color, label=f"every cache is read: {ceiling:,.0f}")
     flops = predict.work(shape, 1, 1, context - 1).flops
@@ -90,7 +92,7 @@ def decode_by_batch(
         axes.text(0.5, 0.5, "the weights do not fit on one GPU", transform=axes.transAxes, ha="center")
     axes.set(xscale="log", yscale="log", xlim=(1, batches[-1]), xlabel="batch (sequences)", ylabel="tokens per second")
     setting = f"Formula: {model}, {kv_heads} kv heads, {weight_bits}-bit weights, context {context:,}, {gpu}"
-    headline(axes, "A larger batch decodes faster until reading the caches sets a ceiling", setting)
+    headline(axes, "A larger batch decodes faster until caches or compute set a ceiling", setting)
     log_ticks(axes.xaxis)
     log_ticks(axes.yaxis)
     axes.legend(loc="lower right")
@@ -106,32 +108,27 @@ def _rate(shape, batch: int, context: int, card: experiments.Gpu, weight_bits: i
 def caches(context: int = 4096, batch: int = 16) -> Figure:
     """Bytes of the cache in 16 bits beside the weights: as the models are, with as many kv heads as heads, with one."""
     figure, axes = subplots(width=8, height=3.4)
+    named = [Patch(color="#BBBBBB", label="weights")]
     for place, shape in enumerate(MODELS.values()):
         kinds = {"multi-head": shape.num_heads, "grouped, 8": 8, "multi-query": 1}
         weights = parameters(shape).total * 2 / 1e9
-        axes.bar(place - 0.33, weights, 0.2, color="#BBBBBB", label="weights" if not place else None)
+        axes.bar(place - 0.33, weights, 0.2, color="#BBBBBB")
         for index, (kind, heads) in enumerate(kinds.items()):
             size = kv_bytes_per_token(replace(shape, num_kv_heads=heads)) * context * batch / 1e9
-            own = shape.num_kv_heads == heads
-            bar = axes.bar(
-                place - 0.11 + 0.22 * index,
-                size,
-                0.2,
-                color=look(index).color,
-                hatch=look(index).hatch,
-                edgecolor="#000000" if own else "white",
-                linewidth=2 if own else 0.5,
-                label=f"cache, {kind}" if not place else None,
-            )
+            drawn = {"facecolor": look(index).color, "hatch": look(index).hatch}
+            frame = {"edgecolor": "#000000", "linewidth": 2} if shape.num_kv_heads == heads else PLAIN
+            bar = axes.bar(place - 0.11 + 0.22 * index, size, 0.2, **drawn, **frame)
             axes.bar_label(bar, fmt="%.3g", fontsize=9)
+            if not place:
+                named.append(Patch(**drawn, **PLAIN, label=f"cache, {kind}"))
     axes.axhline(80, linestyle="--", color=PALETTE["black"], linewidth=1)
     axes.text(2.55, 84, "80 GB", fontsize=9, ha="right")
     axes.set_xticks(range(len(MODELS)), MODELS)
     axes.set(yscale="log", ylabel="GB")
-    setting = f"Formula: {batch} sequences of {context:,} tokens; framed: as the model is"
-    headline(axes, "Fewer kv heads shrink the cache, not the weights", setting)
+    setting = f"Formula: {batch} sequences of {context:,} tokens; framed cache and weights: the model as it is"
+    headline(axes, "Fewer kv heads shrink the cache in proportion", setting)
     axes.grid(False, axis="x")
-    axes.legend(ncols=2)
+    axes.legend(handles=named, ncols=2)
     return figure
 
 
@@ -164,7 +161,8 @@ def three_decoders() -> Figure:
 def draw_roofline(points: Sequence[Point], roof: Roof) -> Figure:
     """Decode steps by batch and prefills by prompt under one core's measured roof."""
     figure, axes = subplots(width=7.5, height=3.8)
-    _roof(axes, roof.peak_flops, roof.bandwidth, (0.5, 600))
+    heights = 0.6 * min(point.flops_per_s for point in points), 1.6 * roof.peak_flops
+    _roof(axes, roof.peak_flops, roof.bandwidth, (0.4, 600), heights)
     for index, kind in enumerate(("decode", "prefill")):
         own = [point for point in points if point.kind == kind]
         x, y = [p.work.intensity for p in own], [p.flops_per_s for p in own]
@@ -174,23 +172,26 @@ def draw_roofline(points: Sequence[Point], roof: Roof) -> Figure:
         )
         for point, at, speed in zip(own, x, y, strict=True):
             number = point.batch if kind == "decode" else point.new
-            place = {"xytext": (0, 7), "ha": "center"} if kind == "prefill" else {"xytext": (6, -10)}
+            place = {"xytext": (0, -16), "ha": "center"} if kind == "prefill" else {"xytext": (6, -10)}
             axes.annotate(str(number), (at, speed), textcoords="offset points", fontsize=9, **place)
-    axes.set_ylim(0.6 * min(point.flops_per_s for point in points), 1.6 * roof.peak_flops)
     name = str(roof.dtype).split(".")[1]
     setting = f"One core, {name}, processor time, weights of {points[0].work.weight_bytes / 1e6:.0f} MB"
-    headline(axes, "Only a large batch brings decoding to the ridge", setting)
+    headline(axes, "Only a large batch brings decoding near the peak", setting)
     axes.legend(loc="lower right")
     return figure
 
 
-def _roof(axes: Axes, peak: float, bandwidth: float, reach: tuple[float, float]) -> None:
+def _roof(
+    axes: Axes, peak: float, bandwidth: float, reach: tuple[float, float], heights: tuple[float, float] | None = None
+) -> None:
     x = np.logspace(np.log10(reach[0]), np.log10(reach[1]), 200)
     roof = [attainable(each, peak, bandwidth) for each in x]
     axes.plot(x, roof, color=PALETTE["black"], marker="", label=f"roof, ridge at {peak / bandwidth:.3g} FLOP/byte")
     axes.axvline(peak / bandwidth, color="#999999", linestyle=":", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte)", ylabel="speed")
-    log_ticks(axes.xaxis)
+    axes.set_ylim(heights)
+    for axis in (axes.xaxis, axes.yaxis):
+        log_ticks(axis)
     axes.yaxis.set_major_formatter(EngFormatter(unit="FLOP/s", sep=" "))
 
 
@@ -209,7 +210,7 @@ def draw_batch(points: Sequence[Point], roof: Roof) -> Figure:
     right.plot(batches, [point.seconds * 1e3 for point in own], **drawn)
     right.plot(batches, [s * 1e3 for s in limit], **dashed, label="at least, by the roof")
     left.set(xscale="log", yscale="log", xlabel="batch (sequences)", ylabel="tokens per second, all together")
-    right.set(xscale="log", yscale="log", xlabel="batch (sequences)", ylabel="one step: time per token (ms)")
+    right.set(xscale="log", yscale="log", xlabel="batch (sequences)", ylabel="time of a step (ms)")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(batches, [str(b) for b in batches])
@@ -217,7 +218,10 @@ def draw_batch(points: Sequence[Point], roof: Roof) -> Figure:
         axes.legend()
     left.set_title("All sequences together")
     right.set_title("What each sequence waits for a token")
-    headline(figure, "A larger batch decodes more tokens per second, until each sequence waits longer for its own")
+    setting = f"One core, {str(roof.dtype).split('.')[1]}, processor time; one step gives each sequence a token"
+    headline(
+        figure, "Batching decodes more tokens per second, but in a large batch each sequence waits longer", setting
+    )
     return figure
 
 
@@ -241,12 +245,13 @@ def draw_one_more(found: Mapping[int, Mapping[str, Mapping[str, float]]]) -> Fig
 
 
 def draw_patients(found: Mapping[str, Mapping[int, experiments_breaks.Symptoms]]) -> Figure:
-    """How far each broken decoder's distribution is from the right one, token by token, for two sizes of the cache."""
+    """How far each broken decoder's distribution is from the right one along the text, for two sizes of the cache."""
     figure, panels = subplots(1, len(found), width=9, height=3.2, sharey=True)
     for axes, (name, rooms) in zip(panels, found.items(), strict=True):
         for index, (room, seen) in enumerate(rooms.items()):
-            places = [experiments_breaks.PROMPT + i for i in range(len(seen.kl))]
-            smooth = np.convolve(np.pad(seen.kl, 4, mode="edge"), np.ones(9) / 9, mode="valid")
+            decoded, nine = seen.kl[1:], np.ones(9)  # the logits before these are the prefill's, and right
+            places = [experiments_breaks.PROMPT + 1 + i for i in range(len(decoded))]
+            smooth = np.convolve(decoded, nine, "same") / np.convolve(np.ones(len(decoded)), nine, "same")
             drawn = look(index)
             line = "-" if index == 0 else "--"
             axes.plot(places, smooth + 1e-7, color=drawn.color, linestyle=line, marker="", label=f"{room} places")
@@ -254,7 +259,11 @@ def draw_patients(found: Mapping[str, Mapping[int, experiments_breaks.Symptoms]]
         axes.set(yscale="log", xlabel="position (dotted: prompt ends)", title=f"Decoder {name}", ylim=(1e-5, 1))
     panels[0].set_ylabel("KL from the right decoder (nats)")
     panels[0].legend(title="room in the cache")
-    headline(figure, "Three broken decoders, each wrong in its own way")
+    headline(
+        figure,
+        "Three broken decoders, each wrong in its own way",
+        "Each point is the mean of up to nine tokens around it",
+    )
     return figure
 
 

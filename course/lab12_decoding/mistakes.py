@@ -108,6 +108,46 @@ def all_keys(q, k, v, keys, values, start):
     return shares[:, :, :end] @ seen_v.repeat_interleave(group, 0)
 
 
+@cached_attention.mistake("the whole room in a pass of several tokens", expect="every step costs as much")
+def room_in_prefill(q, k, v, keys, values, start):
+    seen_k, seen_v, end = written(q, k, v, keys, values, start)
+    if k.shape[1] > 1:
+        seen_k, seen_v = keys.nan_to_num(0), values.nan_to_num(0)
+    return attention(q, seen_k, seen_v, torch.arange(seen_k.shape[1]) <= torch.arange(start, end)[:, None])
+
+
+OWN = {}
+
+
+@cached_attention.mistake(
+    "keeps its own copy",
+    says="The kept keys and values are not those of this cache: other layers come by between two passes. Read them "
+    "from `keys` and `values`.",
+)
+def own_copy(q, k, v, keys, values, start):
+    *_, end = written(q, k, v, keys, values, start)
+    OWN["kv"] = (k, v) if start == 0 else tuple(torch.cat(both, dim=1) for both in zip(OWN["kv"], (k, v), strict=True))
+    return attention(q, *OWN["kv"], causal(start, end))
+
+
+cached_attention.mistake(
+    "returns float64",
+    {"scores = q @ seen_k.mT": "scores = q.double() @ seen_k.double().mT", ") @ seen_v": ") @ seen_v.double()"},
+    expect="keep q's dtype",
+)
+
+
+@cached_attention.alternative("looks up and writes by indices, a softmax in float32")
+def by_indices(q, k, v, keys, values, start):
+    end, group = start + k.shape[1], q.shape[0] // k.shape[0]
+    for kept, new in ((keys, k), (values, v)):
+        kept.scatter_(1, torch.arange(start, end)[:, None].expand_as(new), new)
+    places = torch.arange(end)[:, None].expand(k.shape[0], end, k.shape[2])
+    seen_k, seen_v = (kept.gather(1, places).repeat_interleave(group, 0) for kept in (keys, values))
+    scores = (q @ seen_k.mT / q.shape[-1] ** 0.5).masked_fill(~causal(start, end), float("-inf"))
+    return F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ seen_v
+
+
 @cached_attention.alternative("joins kept and new, writes by indices afterwards")
 def joins(q, k, v, keys, values, start):
     seen = (torch.cat([old[:, :start], new], dim=1) for old, new in ((keys, k), (values, v)))
@@ -166,6 +206,11 @@ decode_loop.mistake(
         )
     },
     expect="one pass too many",
+)
+decode_loop.mistake(
+    "looks for the end after a second pass",
+    {"if len(answer) == count:": "if len(answer) >= max(count, 2):"},
+    expect="you returned 2 tokens, the exercise asks for 1",
 )
 decode_loop.mistake(
     "forgets to hand the cache on",

@@ -75,6 +75,18 @@ def share_of_tokens(probabilities, top_p):
     return back(probabilities, ordered(probabilities)[1], torch.arange(len(probabilities)) < count)
 
 
+nucleus.mistake(
+    "no more than 64 tokens",
+    {"order[likelier < top_p]": "order[:64][likelier[:64] < top_p]"},
+    says="A flat distribution needs more tokens than you allow: the nucleus has no largest size.",
+)
+nucleus.mistake(
+    "all tokens from top_p 0.99 on",
+    {"top_p >= 1:": "top_p >= 0.99:"},
+    says="You keep all although top_p is below 1: only 1 itself keeps all.",
+)
+
+
 @nucleus.alternative("takes one after the other")
 def one_by_one(probabilities, top_p):
     kept, total = torch.zeros_like(probabilities, dtype=torch.bool), 0.0
@@ -134,6 +146,16 @@ def own_nucleus(logits, temperature, top_k, top_p):
 
 sampling_distribution.mistake(
     "top_p forgotten", {"probabilities, top_p)": "probabilities, 1.0)"}, says="top_p has no effect in your function."
+)
+sampling_distribution.mistake(
+    "a softmax that overflows",
+    {"probabilities = logits.softmax(-1)": "probabilities = logits.exp() / logits.exp().sum()"},
+    expect="subtract the largest",
+)
+sampling_distribution.mistake(
+    "equals share at temperature 0",
+    {"torch.zeros_like(logits).index_fill(0, logits.argmax(), 1.0)": "torch.softmax(logits * 1e9, -1)"},
+    says="At temperature 0 equally likely tokens share the probability: one token is certain, whichever of them.",
 )
 sampling_distribution.mistake(
     "divides by a temperature of zero",

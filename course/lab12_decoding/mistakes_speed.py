@@ -169,6 +169,12 @@ ttft_and_tpot.mistake(
     {"at[0] - arrived[request]": "at[0] - log[0][0]"},
     says="Count from this request's arrival, not from the log's.",
 )
+ttft_and_tpot.mistake(
+    "tokens of one time count once",
+    {"in times.items()": "in ((name, sorted(set(each))) for name, each in times.items())"},
+    says="A pass may yield several tokens at one time: each is a token, so do not drop equal times.",
+)
+ttft_and_tpot.mistake("a text for none", {"else None": 'else "none"'}, expect="a text")
 ttft_and_tpot.mistake("breaks at a single token", {" if len(at) > 1 else None": ""}, expect="ZeroDivisionError")
 
 

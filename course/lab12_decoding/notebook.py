@@ -31,7 +31,7 @@
 # >   ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); multi-query attention saves as many times as there are
 # >   heads ([Shazeer 2019](https://arxiv.org/abs/1911.02150)).
 # > - *"Throughput that stops growing with the batch shows a memory bound."* It shows that reading the weights is no
-# >   longer the limit: arithmetic has taken over, or reading the caches (*One against many*).
+# >   longer the limit. Reading the caches may be, which is a memory bound, or arithmetic, which is none.
 
 # %%
 import inspect
@@ -87,12 +87,12 @@ receipts.first_guess(guess)
 #
 # Your attention gets the queries, keys and values of `n` new tokens and one layer's cache. In prefill `n` is the length
 # of the prompt, in decode 1, and in lab 14 anything between. Keys and queries are rotated already, so positions are
-# done.
+# done. As in lab 02 scores are divided by √d, and no token sees those after it.
 
 
 # %%
 def attend(q, k, v, keys, values, start):
-    """q: [heads, n, d]; k, v: [kv_heads, n, d]: n new tokens -> [heads, n, d].
+    """q: [heads, n, d]; k, v: [kv_heads, n, d]: n new tokens -> [heads, n, d], in q's dtype.
 
     keys, values: [kv_heads, room, d], this layer's cache; places 0 .. start - 1 are filled. Writes
     k and v into it and reads filled places only. Query head j reads kv head j // (heads /
@@ -201,8 +201,8 @@ guess_warm, guess_cold = 2, 3  # your guess
 
 # %%
 def nucleus(probabilities, top_p):
-    """[vocab] -> [vocab] of bool: which tokens stay. The likeliest always does; top_p = 1 keeps
-    all. Of equally likely tokens at the border only as many stay as are needed."""
+    """[vocab] -> [vocab] of bool: which tokens stay. 0 < top_p <= 1: the likeliest always does, and
+    1 keeps all. Of equally likely tokens at the border only as many stay as are needed."""
     # BEGIN SOLUTION
     if top_p >= 1:  # a running sum in float32 reaches 1 before its end
         return torch.ones_like(probabilities, dtype=torch.bool)
@@ -228,9 +228,9 @@ receipts.by_hand(nucleus, guess_warm, guess_cold)
 def distribution(logits, temperature, top_k, top_p):
     """logits: [vocab] -> [vocab], the probabilities that the next token is sampled with.
 
-    temperature: divides the logits; 0 = the likeliest token for certain. top_k: only the k
-    likeliest, of equals any (None, or more than there are: all). top_p: only the nucleus of what
-    these leave, renormalized.
+    temperature >= 0: divides the logits, however small; 0 = the likeliest token for certain.
+    top_k >= 1: only the k likeliest (None, or more than there are: all). Of equals any one is
+    taken. top_p > 0: only the nucleus of what these leave, renormalized.
     """
     # BEGIN SOLUTION
     if temperature == 0:
@@ -291,7 +291,8 @@ def latencies(log):
     """log: [(seconds, request, "arrived" or "token"), ...] in order of time
     -> {request: (TTFT, TPOT)}.
 
-    TPOT is None for an answer of one token.
+    TPOT is None for an answer of one token. Every request has a token; a pass may yield several at
+    one time (lab 15).
     """
     # BEGIN SOLUTION
     arrived = {request: at for at, request, event in log if event == "arrived"}
@@ -352,16 +353,18 @@ receipts.under_the_roof(points)
 show(figures.passes_under_a_roof)
 
 # %% [markdown]
-# A core stays below the roof: products of few rows reach neither of its lines. The claim of this lab is about *ratios*: a decode step
-# for 4 sequences takes clearly less than four steps for one, because it reads the weights once; a prompt four times as
-# long takes several times as long. On a GPU, whose arithmetic is far ahead of its memory, 4 take hardly longer than 1.
+# But for noise a core stays at or below the roof: products of few rows reach neither of its lines. The claim of this
+# lab is about *ratios*: a decode step for 4 sequences takes clearly less than four steps for one, because it reads the
+# weights once; a prompt four times as long takes several times as long. On a GPU, whose arithmetic is far ahead of its
+# memory, 4 take hardly longer than 1.
 
 # %%
 receipts.thesis(points)
 
 # %% [markdown]
 # Intensity is about 2/b FLOP per byte for each *token in the pass*, whether these are tokens of one prompt or of many
-# sequences: to the weights a batch of 16 and a prompt of 16 are the same. A layer's product on a GPU:
+# sequences: to the weights a batch of 16 and a prompt of 16 are the same. With thousands of tokens activations count
+# beside the weights (the figures leave them out). A layer's product with its activations:
 
 # %%
 receipts.intensities()
@@ -377,8 +380,8 @@ show(figures.one_against_many)
 
 # %% [markdown]
 # The weights are read once for all sequences, so by the roof a step takes hardly longer until compute takes over, at the
-# batch in the table's title. Beyond it each further sequence costs its share of arithmetic. The measured bend is softer
-# than the roof's, because products of few rows reach neither of its lines.
+# batch in the table's title. Beyond it each further sequence costs its share of arithmetic. The measured bend is softer,
+# as most passes fall short of the roof: in float32 a step of two can even take as long as two steps.
 #
 # Does prefill gain from batching, too? Predict, then look:
 
@@ -440,18 +443,19 @@ sliders(
 receipts.broken_decoders()
 
 # %% [markdown]
-# - *Every position + 100* changes nothing: rotations encode only distances. (Near the end of the context it would.)
-# - *Position + 1 in decode* shifts the answer against the prompt but not against itself. The loss hardly moves.
+# - *Every position + 100* changes nothing but rounding: rotations encode only distances. (The model refuses positions
+#   beyond its context.)
+# - *Position + 1 in decode* shifts the answer against the prompt but not against itself.
 # - *Appended after attention*: a token does not see itself. The residual stream still carries it, so the text stays
-#   plausible, and the loss moves in the third digit, here even down. A loss does not find this bug. Logits beside those
-#   of a loop without a cache do: the difference should be about 1e-5.
-# - *Mask without offset*: every decoded token sees the first key alone. At least this one is obvious.
+#   plausible. Both bugs move the loss in the third digit, here even down, so a loss does not find them. Logits beside
+#   those of a loop without a cache do: the difference should be about 1e-5.
+# - *Mask without offset*: every decoded token sees the first key alone.
 #
 # ### Find the bug
 #
-# Three decoders with one bug each. The curves say how far the distribution of each is from the right one, token by
-# token, with two sizes of the cache. **Which one attends to places that nothing was written to? Which is off by one
-# position? Which appends too late?**
+# Three decoders with one bug each. The curves say how far the distribution of each is from the right one along the
+# text, smoothed, with two sizes of the cache. **Which one attends to places that nothing was written to? Which is off by
+# one position? Which appends too late?**
 
 # %%
 show(figures.three_decoders)
@@ -462,10 +466,10 @@ diagnosis = {"A": "?", "B": "?", "C": "?"}  # your diagnosis
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Only A depends on how much room the cache has, and its error shrinks as the room fills: it attends to empty places,
-# whose zeros get weight in the softmax (exp(0) = 1 each). The error of B falls all the time, at any room: only
+# Only A depends on how much room the cache has: it attends to empty places, whose zeros get weight in the softmax
+# (exp(0) = 1 each). Where the room fills up, its error shrinks. The error of B falls a hundredfold, at any room: only
 # distances to the *prompt* are wrong, and the longer the answer, the less of what it attends to is prompt. The error of
-# C stays: every token misses itself, early and late.
+# C goes up and down, but stays: every token misses itself, early and late.
 # </details>
 
 # %%
@@ -490,9 +494,9 @@ receipts.other_passes(8)
 #
 # ## Where it loses: a batch of one
 #
-# At batch 1 a decode step uses only a small part of the core's arithmetic, and of an H100's even less. A local chat has
-# nothing to batch with. What helps is to read *fewer bytes per token*: smaller weights (lab 16), several tokens per pass
-# (lab 15), or more memories side by side (tensor parallelism halves the time of a read, lab 05; replicas do not).
+# At batch 1 a decode step uses only a small part of the core's arithmetic, and of an H100's even less. What helps is to
+# read *fewer bytes per token*: smaller weights (lab 16), several tokens per pass (lab 15), or
+# more memories side by side (tensor parallelism halves the time of a read, lab 05; replicas do not).
 #
 # ## The same in production
 #
@@ -511,7 +515,7 @@ receipts.transformers()
 # | `--dtype bfloat16`, `--quantization` | bytes of a weight: what batch 1 waits for |
 # | `--kv-cache-dtype fp8` | bytes of a cache entry: half the bytes, twice the sequences |
 # | `--max-model-len` | the longest cache a sequence may have |
-# | `--gpu-memory-utilization 0.9` | what is left for caches beside the weights |
+# | `--gpu-memory-utilization 0.9` | the share of the card for weights, workspace and caches |
 # | `--max-num-seqs` | the largest batch of decode |
 # | `--max-num-batched-tokens` | tokens per pass, prefill and decode together (lab 14) |
 # | `SamplingParams(temperature, top_k, top_p, min_p, seed)` | exercises 4 and 5; `minillm.serve.SamplingParams` |
@@ -530,7 +534,8 @@ receipts.transformers()
 # vllm bench latency --model $MODEL --batch-size 64 --input-len 32 --output-len 128
 # ```
 #
-# Divide the bytes of the weights by the time per token of the first: that is the bandwidth you get.
+# Each prints the latency of a whole batch. The first one's, divided by its 128 passes, is about the time per token.
+# Divide the bytes of the weights by it: that is the bandwidth you get.
 #
 # ## Interview corner
 #
@@ -575,8 +580,8 @@ receipts.interview()
 # **5. Does a larger batch raise latency?**
 # <details><summary>Answer</summary>
 #
-# TPOT hardly, up to the batch where compute takes over; after it, in proportion. TTFT rises through the queue and
-# through prefills that share passes with decodes (lab 14).
+# TPOT hardly, while the caches that a step reads are small beside the weights; then by what each further cache, or its
+# arithmetic, costs. TTFT rises through the queue and through prefills that share passes with decodes (lab 14).
 # </details>
 #
 # **6. Would a GPU with twice the FLOP/s and the same memory speed up a chat?**
@@ -617,9 +622,9 @@ receipts.design_card()
 # %% [markdown]
 # <details><summary>D1 and D2: a worked answer</summary>
 #
-# D1: 90 % of 282 GB minus 139 GB of weights leaves 115 GB for caches of 10.7 GB each: 10 sequences, at 25.7 ms per
-# token and 390 tokens per second. An 8-bit cache halves both the room and the reads of a sequence: 21 sequences at
-# nearly the same TPOT, twice the throughput. It does little for one sequence alone (15.6 to 15.0 ms), because the
+# D1: 90 % of 282 GB minus 141 GB of weights leaves 113 GB for caches of 10.7 GB each: 10 sequences, at 25.7 ms per
+# token and 390 tokens per second. An 8-bit cache halves both the room and the reads of a sequence: 20 sequences at
+# the same TPOT, twice the throughput. It does little for one sequence alone (15.6 to 15.0 ms), because the
 # weights dominate there.
 #
 # D2: all three meet the prefill limit at peak rates, the A100 with the least margin (197 ms; at half of its peak it

@@ -15,7 +15,7 @@ from course.lab12_decoding.experiments import GPUS, MODELS, WIDE, Point
 from course.shared.table import Table, seconds, table
 from minillm.model import generate as decoder
 from minillm.predict import roofline
-from minillm.predict.model import kv_bytes_per_token
+from minillm.predict.model import kv_bytes_per_token, parameters
 
 ANSWERS = answers_of("12_decoding")
 H100 = GPUS["H100 SXM"]
@@ -176,17 +176,16 @@ def intensities() -> Table:
 
 
 def by_batch(points: Sequence[Point]) -> Table:
-    """Tokens per second by batch, as a multiple of one sequence's."""
+    """Tokens per second by batch: at most, by the roof, and measured."""
     decode, roof = [p for p in points if p.kind == "decode"], experiments.roof()
     turn = predict.turning_batch(WIDE, experiments.CONTEXT, roof.peak_flops, roof.bandwidth, roof.dtype.itemsize)
-    one = decode[0].work.seconds(roof.peak_flops, roof.bandwidth)
-    lines = [
-        (f"batch {p.batch}", p.batch * one / p.work.seconds(roof.peak_flops, roof.bandwidth),
-         p.tokens_per_s / decode[0].tokens_per_s)
-        for p in decode
-    ]  # fmt: skip
-    title = f"tokens per second / those of batch 1 (by the roof compute takes over at {turn:.0f})"
-    return table(title, ("", "roof", "measured"), lines)
+    lines = []
+    for p in decode:
+        least = p.work.seconds(roof.peak_flops, roof.bandwidth)
+        rates = (f"{p.batch / least:,.0f}", f"{p.tokens_per_s:,.0f}", f"{least / p.seconds:.0%}")
+        lines.append((f"batch {p.batch}", *rates, seconds(p.seconds)))
+    title = f"tokens per second of all sequences (by the roof compute takes over at batch {turn:.0f})"
+    return table(title, ("", "at most, formula", "measured", "of the roof", "a step, measured"), lines)
 
 
 def prefill_together() -> Table:
@@ -284,12 +283,12 @@ def interview() -> Table:
 def design_contexts(cards: int = 2, context: int = 32768) -> Table:
     """D1: 70B on two H200s with contexts of 32,768 tokens, keys and values in 16 and in 8 bits."""
     card, shape = GPUS["H200 SXM"], MODELS["Llama 3 70B"]
-    weights, lines = predict.work(shape, 1, 1, 0).weight_bytes, []
+    read, lines = predict.work(shape, 1, 1, 0).weight_bytes, []  # in memory all of the embedding stands, too
     for bits in (16, 8):
         kv = kv_bytes_per_token(shape) * bits / 16
-        room = int((0.9 * cards * card.memory_bytes - weights) / (kv * context))
+        room = int((0.9 * cards * card.memory_bytes - 2 * parameters(shape).total) / (kv * context))
         for batch in (1, 8, room):
-            step = (weights + batch * context * kv) / (cards * card.bandwidth)
+            step = (read + batch * context * kv) / (cards * card.bandwidth)
             lines.append((f"{bits}-bit cache, batch {batch}", room, seconds(step), f"{batch / step:,.0f}"))
     columns = ("", "sequences that fit", "TPOT, at least", "tokens per second, at most")
     return table("D1: 70B in 16 bits on two H200s, context 32,768", columns, lines)

@@ -21,8 +21,17 @@ from torch import Tensor
 from minillm.measure.watch import Watch
 
 _ATEN = torch.ops.aten
-_LOOKUPS = (_ATEN.embedding.default, _ATEN.index_select.default, _ATEN.index.Tensor)  # read as much as they give
-_PLACED = {_ATEN.index_put_.default: 2, _ATEN.index_copy_.default: 3}  # write as much as this argument holds
+_LOOKUPS = {  # read as much as they give
+    _ATEN.embedding.default,
+    _ATEN.index_select.default,
+    _ATEN.index.Tensor,
+    _ATEN.gather.default,
+}
+_PLACED = {  # write as much as this argument holds
+    _ATEN.index_put_.default: 2,
+    _ATEN.index_copy_.default: 3,
+    _ATEN.scatter_.src: 2,
+}
 
 
 class MemoryTraffic(Watch):

@@ -56,9 +56,11 @@ def test_traffic_counts_views_once_and_nothing_for_free():
         weight[:2] @ other
         weight[:1].expand(5, 4) @ other
         torch.nn.functional.embedding(torch.tensor([1, 1, 2]), weight)
+        weight.gather(0, torch.zeros(2, 4, dtype=torch.long))
         weight[3:] = 1.0
+        weight.scatter_(0, torch.zeros(1, 4, dtype=torch.long), other.T.mean(0, keepdim=True))
         other @ other.T
-    assert traffic.read["weights"] == (8 + 4 + 12) * 4 and traffic.written["weights"] == 12 * 4
+    assert traffic.read["weights"] == (8 + 4 + 12 + 8) * 4 and traffic.written["weights"] == (12 + 4) * 4
 
 
 def test_sampling_is_that_of_the_engine_and_of_transformers():
