@@ -7,7 +7,7 @@ checks_ranks.py  a hybrid step on four ranks
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import product
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.shared.diagnose import expect, expect_list
+from course.shared.diagnose import expect, expect_list, expect_whole
 
 Place = dict[str, int]
 AXES = ("dp", "pp", "cp", "tp")
@@ -46,7 +46,8 @@ def ranks_of(axes: Mapping[str, int]) -> np.ndarray:
 )
 def check_mesh(learner: Callable) -> Receipt:
     rows = []
-    for axes in ({"dp": 2, "pp": 3, "tp": 4}, {"cp": 1, "tp": 2, "dp": 1, "pp": 3}, draw_axes(), draw_axes()):
+    first = {"dp": 2, "pp": 3, "tp": 4}, {"cp": 1, "tp": 2, "dp": 1, "pp": 3}, {"copies": 2, "ep": 3}
+    for axes in (*first, draw_axes(), draw_axes()):
         mesh, seen = ranks_of(axes), 0
         for place in product(*map(range, mesh.shape)):
             rank = int(mesh[place])
@@ -54,23 +55,31 @@ def check_mesh(learner: Callable) -> Receipt:
             seen += len(axes)
         sizes = " · ".join(f"{axis} {size}" for axis, size in axes.items())
         rows.append(row(f"{sizes}: places and groups that are right", len(axes) * mesh.size, seen))
-    return receipt("every rank of four meshes", rows)
+    return receipt("every rank of five meshes", rows)
 
 
 def _judge_rank(found: Any, rank: int, place: Sequence[int], axes: Mapping[str, int], mesh: np.ndarray) -> None:
     where = f"rank {rank} of {axes}"
     where_it_is, groups = expect_list(found, "two dicts, the place and the groups", f"{where}: you", count=2, of=dict)
     for name, each in (("place", where_it_is), ("groups", groups)):
-        if set(each) != set(axes):
-            missing = sorted(set(axes) - set(each)) or sorted(set(each) - set(axes))
-            raise CheckFailed(f"{where}: the {name} have the axes {sorted(each)}; look at {missing[0]}", evidence=found)
+        if missing := sorted(set(axes) - set(each)):
+            raise CheckFailed(
+                f"{where}: your {name} names the axes {sorted(each)}; look at {missing[0]}", evidence=found
+            )
+        if strange := sorted(map(str, set(each) - set(axes))):
+            raise CheckFailed(
+                f"{where}: your {name} names {strange[0]}, no axis of this mesh: is a dict kept between calls?",
+                evidence=found,
+            )
+    expect_whole(f"{where}: the place", list(where_it_is.values()), "an index along each axis")
     right = dict(zip(axes, place, strict=True))
     if dict(where_it_is) != right:
         raise CheckFailed(f"{where} lies at {right}, not at {where_it_is}", evidence=found)
     for dimension, axis in enumerate(axes):
         line = [int(each) for each in np.moveaxis(mesh, dimension, -1)[tuple(np.delete(place, dimension))]]
-        if list(groups[axis]) != line:
-            raise CheckFailed(f"{where}: its {axis} group is {line}, not {list(groups[axis])}", evidence=found)
+        named = expect_whole(f"{where}: the {axis} group", groups[axis], "ranks")
+        if named != line:
+            raise CheckFailed(f"{where}: its {axis} group is {line}, not {named}", evidence=found)
 
 
 # Which ranks complete a gradient.
@@ -107,7 +116,9 @@ def check_axes(learner: Callable) -> Receipt:
 
 
 def _two_sets(found: Any, kind: str) -> tuple[set[str], set[str]]:
-    some = set | frozenset | list | tuple
+    if kind == "loss" and isinstance(found, list | tuple) and len(found) == 2 and found[1] is None:
+        found = found[0], ()
+    some = Set | list | tuple  # also the keys of a dict
     summed, different = map(set, expect_list(found, "two sets of axes", f"{kind}: you", count=2, of=some))
     if unknown := (summed | different) - set(SIZES):
         raise CheckFailed(f"{kind}: there is no axis {min(map(str, unknown))!r}; there are {', '.join(SIZES)}")
@@ -207,9 +218,14 @@ def _named(axes: set[str]) -> str:
 def check_crossing(learner: Callable) -> Receipt:
     rows = []
     easy = ({"dp": 3, "tp": 2}, 2), ({"tp": 2, "dp": 2}, 2), ({"dp": 2, "cp": 1, "tp": 4}, 2), ({"pp": 4, "tp": 2}, 4)
+    nodes = (
+        ({"dp": 2, "tp": 3}, 1),
+        ({"dp": 2, "tp": 3}, 4),
+        ({"dp": 2, "pp": 2}, 4),
+    )  # of one rank, half full, all in one
     uneven = {"dp": 2, "tp": 2, "cp": 3, "pp": 3}, 4  # groups lie on the nodes in more than one way
     stages = {"pp": 3, "tp": 2}, 2  # each stage a node: two borders, and no third from the last to the first
-    for axes, per_node in (*easy, uneven, stages, *(_draw_nodes() for _ in range(3))):
+    for axes, per_node in (*easy, uneven, stages, *nodes, *(_draw_nodes() for _ in range(3))):
         sent = {axis: random.randint(1, 500) * 1000 for axis in axes}
         found, right = learner(dict(axes), per_node, dict(sent)), crossing(axes, per_node, sent)
         where = f"{' · '.join(f'{axis} {size}' for axis, size in axes.items())}, {per_node} ranks to a node"

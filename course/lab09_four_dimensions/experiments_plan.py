@@ -21,8 +21,13 @@ SEQ, BATCH = 4096, 512
 NEAR = 1.15  # times the seconds of the planner's best layout, at most
 
 
-@cache
 def best() -> search.Plan:
+    """The planner's best layout."""
+    return _best()
+
+
+@cache
+def _best() -> search.Plan:
     return search.rank(SEVENTY, SIXTY_FOUR, SEQ, BATCH, keep=1).best
 
 
@@ -39,9 +44,13 @@ class Judged:
         return self.held <= SIXTY_FOUR.usable
 
 
-@cache
 def everything() -> tuple[Judged, ...]:
     """All layouts of the problem that the planner looks at."""
+    return _everything()
+
+
+@cache
+def _everything() -> tuple[Judged, ...]:
     return tuple(judge(layout) for layout in search.layouts(SEVENTY, SIXTY_FOUR, SEQ, BATCH))
 
 
@@ -59,7 +68,7 @@ def simple_layouts() -> Iterator[Layout]:
 
 
 def estimates(estimate: Callable) -> list[tuple[Layout, float, float]]:
-    """The reader's estimate of each of them: bytes and seconds."""
+    """The reader's estimate of each of them whose tp stays in a node, as `link` is a node's: bytes and seconds."""
     found = []
     for layout in simple_layouts():
         rate = SIXTY_FOUR.device.matmul_rate(SEVENTY.hidden_size / layout.tp)

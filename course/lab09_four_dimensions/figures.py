@@ -81,7 +81,7 @@ def fsdp_or_tensor(hidden: int = 8192, ranks: int = 8, squares: int = 12) -> Fig
 
 
 def all_layouts(most_gib: float = 60.0) -> Figure:
-    """Every layout of 70B on 64 GPUs that the planner looks at, by bytes and seconds, and the memory (formula)."""
+    """Layouts of 70B on 64 GPUs that hold at most so much, by bytes and seconds, and the memory (formula)."""
     everything, best = experiments_plan.everything(), experiments_plan.best()
     usable = experiments_plan.SIXTY_FOUR.usable / GIB
     figure, axes = subplots(width=8, height=3.8)
@@ -113,8 +113,9 @@ def all_layouts(most_gib: float = 60.0) -> Figure:
     axes.set_yticks([60, 80, 100, 200, 400], ["60", "80", "100", "200", "400"])
     axes.set(xlabel="held by the fullest GPU (GiB)", ylabel="step (s)", xlim=(15, most_gib), ylim=(60, 600))
     axes.minorticks_off()
-    setting = f"Formula: {len(everything):,} layouts of 70B on 64 GPUs of 40 GB"
-    headline(axes, "The fastest layouts do not fit: memory picks the best one", setting)
+    shown = sum(each.held / GIB <= most_gib for each in everything)
+    setting = f"Formula: 70B on 64 GPUs of 40 GB, the {shown:,} of {len(everything):,} layouts up to {most_gib:.0f} GiB"
+    headline(axes, "Faster layouts do not fit: memory picks the best one", setting)
     axes.legend(loc="upper right", markerscale=1.3)
     return figure
 
@@ -139,7 +140,7 @@ def draw_placement(runs: dict[str, list[LayoutRun]]) -> Figure:
     axes.set(ylabel="step (s)")
     axes.margins(y=0.28)
     setting = "The same ranks and bytes, placed in two ways; links emulated; hatched: predicted"
-    headline(axes, "The axis that communicates most belongs inside a node", setting)
+    headline(axes, "What every layer waits for belongs inside a node", setting)
     axes.grid(False, axis="x")
     axes.legend(loc="upper left", ncols=2)
     return figure

@@ -47,8 +47,19 @@ mesh_strides.mistake(
     },
     says="rank // stride goes on counting beyond the axis. Take the remainder by its size.",
 )
-
-
+mesh_strides.mistake(
+    "one dict for all calls",
+    {
+        "def mesh_groups(rank, axes):": "def mesh_groups(rank, axes, place={}, groups={}):",
+        "place, groups, stride = {}, {}, 1": "stride = 1",
+    },
+    expect="is a dict kept between calls",
+)
+mesh_strides.mistake(
+    "strides as floats",
+    {"place, groups, stride = {}, {}, 1": "place, groups, stride = {}, {}, 1.0"},
+    expect="asks for whole numbers: an index along each axis",
+)
 mesh_strides.mistake(
     "empties the axes",
     {"    for axis, size in reversed(axes.items()):": "    while axes:\n        axis, size = axes.popitem()"},
@@ -167,6 +178,14 @@ def by_table(kind, sequence):
     return [axis for axis, yes in summed.items() if yes], different[kind].split()
 
 
+@gradient_axes.alternative("keys of dicts, and no second set for a loss")
+def by_keys(kind, sequence):
+    summed = dict.fromkeys(("copies", "cp") if kind == "expert" else ("copies", "ep", "cp"))
+    summed |= dict.fromkeys(("pp",) if kind == "tied" else ("tp",) if kind == "norm" and sequence else ())
+    different = {"matrix": "pp tp", "norm": "pp", "router": "pp", "expert": "pp ep tp", "tied": "tp"}
+    return summed.keys(), dict.fromkeys(different[kind].split()).keys() if kind in different else None
+
+
 # What crosses.
 
 crossing_bytes = KnownAnswers("crossing-bytes")
@@ -211,6 +230,15 @@ crossing_bytes.mistake(
     "both ends of a message",
     {'(2 if axis == "pp" else 1)': '(4 if axis == "pp" else 2)'},
     says="A message crosses once. You counted it where it leaves and where it arrives.",
+)
+crossing_bytes.mistake(
+    "as many nodes as are full",
+    {
+        "if rank // per_node != group[(at + 1) % len(group)] // per_node": "last = max(0, ranks // per_node - 1)\n"
+        "            there = group[(at + 1) % len(group)] // per_node\n"
+        "            if min(rank // per_node, last) != min(there, last)"
+    },
+    says="The last node may be partly filled: its ranks are on a node of their own all the same.",
 )
 
 

@@ -6,6 +6,7 @@ from course.lab09_four_dimensions.experiments_breaks import buggy_hybrid_step
 from minillm.predict.planner import search
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import stage_memory, token_bytes
+from minillm.predict.planner.search import layouts
 
 # Estimates.
 
@@ -79,6 +80,12 @@ for _name, _old, _new, _says in (
         "ZeRO 3 divides the 2 bytes of weight, too: each rank keeps a shard of them and gathers the rest.",
     ),
     (
+        "gradients over dp alone",
+        "4 / (shards if",
+        "4 / (layout.dp if",
+        "ZeRO 2 divides gradients as ZeRO divides the rest: over dp · cp, whose ranks all hold the same parameters.",
+    ),
+    (
         "ZeRO 1 divides nothing",
         "layout.zero >= 1",
         "layout.zero >= 2",
@@ -131,7 +138,7 @@ def kind_by_kind(model, layout, seq, rate, link):
     return weights + gradients + adam + activations, (work + wire) * (layout.microbatches + layout.pp - 1)
 
 
-@layout_estimate.mistake("bytes of the planner", expect="the planner's `memory` was called")
+@layout_estimate.mistake("bytes of the planner", expect="a function of the planner other than `token_bytes` was called")
 def asks_the_planner(model, layout, seq, rate, link):
     held = stage_memory(model, layout, seq, stage=0)
     return held.total - held.buffers, kind_by_kind(model, layout, seq, rate, link)[1]
@@ -164,6 +171,14 @@ plan_for_64.mistake("the first of the planner's ranking", expect="the planner's 
 )
 plan_for_64.mistake("the quickest of all that fit", expect="the planner's search was called")(
     lambda: min((each for each in plans.everything() if each.fits), key=lambda each: each.seconds).layout
+)
+plan_for_64.mistake("the quickest of the planner's layouts, by judge", expect="the planner's search was called")(
+    lambda: (
+        min(
+            (plans.judge(each) for each in layouts(plans.SEVENTY, plans.SIXTY_FOUR, plans.SEQ, plans.BATCH)),
+            key=lambda each: (not each.fits, each.seconds),
+        ).layout
+    )
 )
 plan_for_64.alternative("two axes")(lambda: Layout(tp=8, pp=8, chunks=10, microbatches=512))
 plan_for_64.alternative("two replicas, norms computed again")(
@@ -205,6 +220,20 @@ hybrid_step.mistake(
     "returns its own loss",
     {"return replicas.all_reduce(loss.detach().clone()) / everywhere": "return loss.detach() / count"},
     expect="loss that you return is not",
+)
+hybrid_step.mistake(
+    "the loss on the first rank alone",
+    {
+        "return replicas.all_reduce(loss.detach().clone()) / everywhere": "total = replicas.all_reduce(loss.detach())\n"
+        "    if mesh.dp.rank == mesh.cp.rank == mesh.tp.rank == 0:\n        return total / everywhere"
+    },
+    expect="loss that you return is not, on 3 of 4 ranks",
+)
+hybrid_step.mistake(
+    "no sum over tp where nothing else is summed",
+    {"if name in shares": "if replicas.world_size > 1 and name in shares"},
+    says="With dp 1 and cp 1 the tp ranks still hold shares of the norms. Whether an axis has something to add depends "
+    "on the size of its own group alone.",
 )
 hybrid_step.mistake(
     "norms by their name",

@@ -58,7 +58,7 @@ receipts.wrong_link(guess_times)
 # | Claim | What is true |
 # |---|---|
 # | "The model fits on one GPU, so use data parallelism." | Training holds 16 to 18 bytes per parameter and activations ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), §3.1): 7B parameters are 14 GB of weights, and 126 GB with gradients and optimizer. |
-# | "FSDP communicates more than tensor parallelism." | More than plain data parallelism, by half. Against tensor parallelism it depends on the tokens: below about 4.5 · H of them per microbatch it sends more, above it less. You will compute this. |
+# | "FSDP communicates more than tensor parallelism." | More than plain data parallelism: 3 per microbatch where that sends 2 per step. Against tensor parallelism it depends on the tokens: below about 4.5 · H of them per microbatch it sends more, above it less. You will compute this. |
 # | "Tensor parallelism cannot leave the node, so 8 is the limit." | The limit is the fast domain, and that is 72 GPUs in a rack of [GB200 NVL72](https://www.nvidia.com/en-us/data-center/gb200-nvl72/). Beyond it, it works and waits. |
 # | "Tensor parallelism is good for large batches." | Its bytes grow with the tokens. It is what you use when the batch cannot be divided any further. |
 # | "Data parallelism needs little bandwidth." | It needs the link rarely, once per step, and then for $2P(N-1)/N$ bytes. With 140 GB of gradients and 8 replicas that is 245 GB per rank, less where other axes divide them. |
@@ -105,7 +105,7 @@ mesh_groups = check("mesh-strides", mesh_groups)
 receipts.torch_mesh(experiments.meshes(), mesh_groups)
 
 # %% [markdown]
-# Which ranks share a node follows from the order. 16 ranks, two nodes of eight; each colour is one group:
+# Which ranks share a node follows from the order. 16 ranks, two nodes of eight; each group has its number:
 
 # %%
 show(figures.mesh_on_nodes)
@@ -114,10 +114,10 @@ show(figures.mesh_on_nodes)
 sliders(
     figures.mesh_on_nodes,
     order=["dp pp cp tp", "pp dp cp tp", "tp dp pp cp", "tp pp dp cp"],
-    tp=[1, 2, 4, 8],
+    tp=[1, 2, 4],
     cp=[1, 2],
-    pp=[1, 2, 4],
-    dp=[1, 2, 4],
+    pp=[1, 2],
+    dp=[1, 2],
     per_node=[4, 8],
     axis=["tp", "cp", "dp", "pp"],
 )
@@ -139,7 +139,7 @@ sliders(
 # | `router` | of a layer with experts, whole on every tp rank, each of which sees all tokens here (Megatron Core's router works on the shard of the sequence, so there tp belongs in the sum) |
 # | `expert` | matrices of one ep rank's experts, cut by tp; they see the tokens of all ep ranks |
 # | `tied` | one table for embedding and head, cut by tp, held by the first stage and the last |
-# | `loss` | the sum of losses that a rank of the last stage reports; the second set is not asked for |
+# | `loss` | the sum of losses that a rank of the last stage reports; the second set is not looked at: return an empty one |
 
 
 # %%
@@ -179,7 +179,7 @@ gradient_axes = check("gradient-axes", gradient_axes)
 # %%
 def crossing_bytes(axes, per_node, sent):
     """axis -> bytes of a step that go from one node to another, over all ranks.
-    Rank r sits on node r // per_node.
+    Rank r sits on node r // per_node; the last node may be partly filled.
 
     axes: as in exercise 1. sent: axis -> bytes that each rank sends to the next rank of its group;
     on "pp" each border carries as many forward (activations) and as many back (gradients).
@@ -230,8 +230,9 @@ show(figures.draw_placement, runs=runs)
 receipts.by_axis(runs)
 
 # %% [markdown]
-# tp sends the layer's activations in every microbatch, dp its gradients once per step: tp goes inside. Where gradients
-# lie over dp x cp, they cross in either order, so cp's seat matters less. pp sends least of all.
+# tp sends the layer's activations in every microbatch, dp its gradients once per step: tp goes inside. Gradients over
+# dp x cp go round one ring of four. It waits for its slowest link, and some cross in either order, so cp's seat changes
+# the seconds less than the bytes between nodes. pp sends least of all.
 #
 # ### FSDP or tensor parallelism?
 #
@@ -264,8 +265,9 @@ sliders(
 #
 # ### 4. Bytes and seconds of a layout (20 minutes)
 #
-# A planner tries every layout, drops those that do not fit, and ranks the rest by time. Write its core, without calling
-# its `memory`, for dense models, 1F1B and no recomputation. `model` and `layout` are those of `minillm.predict.planner`:
+# A planner tries every layout, drops those that do not fit, and ranks the rest by time. Write its core for dense
+# models, 1F1B and no recomputation; call none of its functions but `token_bytes`. `model` and `layout` are those of
+# `minillm.predict.planner`:
 
 # %%
 receipts.what_there_is()
@@ -277,8 +279,8 @@ receipts.what_there_is()
 # 3, over dp · cp ranks. A layer keeps `token_bytes(model, layout)` for each token of a microbatch; the number is that
 # of one tp rank already, and cp divides the tokens. The first stage holds min(pp, microbatches) microbatches.
 #
-# **Seconds**: a microbatch costs 6 FLOPs per token and parameter, of the stage's layers and of *one* table, at `rate`;
-# then each layer's four all-reduces of tokens · hidden_size elements of 2 bytes (2(t-1)/t times their size each) at
+# **Seconds**: a microbatch costs 6 FLOPs per token and parameter, of the stage's layers and of *one* table, all divided
+# by tp, at `rate`; then each layer's four all-reduces of tokens · hidden_size elements of 2 bytes (2(t-1)/t times their size each) at
 # `link`. A step is microbatches + pp - 1 of these. Gradients are assumed to hide behind backward.
 
 
@@ -309,7 +311,7 @@ def estimate(model, layout, seq, rate, link):
 estimate = check("layout-estimate", estimate)
 
 # %% [markdown]
-# Your estimate of every simple layout of **Llama 3 70B on 64 A100s of 40 GB** (eight to a node, 25 GB/s between nodes,
+# Your estimate of every simple layout, with tp inside a node, of **Llama 3 70B on 64 A100s of 40 GB** (eight to a node, 25 GB/s between nodes,
 # 512 sequences of 4,096 tokens per step):
 
 # %%
@@ -319,7 +321,7 @@ receipts.dropped(experiments_plan.estimates(estimate))
 # One in twenty-five fits, and the quickest of them is quick only in your estimate: according to the planner its step
 # takes more than three times as long. It gathers its weights over the network for each of 64 microbatches, and one
 # sequence, which eight GPUs share, is not enough work to hide that. The planner also tries recomputation and interleaved
-# stages (*chunks*), which shrink the bubble; each point below is one layout.
+# stages (*chunks*), which shrink the bubble; each point below is one layout of at most 60 GiB.
 
 # %%
 show(figures.all_layouts)
@@ -372,10 +374,10 @@ receipts.published_table()
 # [Jiang et al. 2024](https://arxiv.org/abs/2402.15627), [IBM](https://github.com/foundation-model-stack/fms-fsdp),
 # [NVIDIA](https://github.com/NVIDIA/dgxc-benchmarking) (three),
 # [Llama Team 2024](https://arxiv.org/abs/2407.21783), [DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437). The paper
-# prints no layout for the GPT-3 run on 1,024 GPUs, so the row has the nearest one. Three seem not to fit: NVIDIA keeps
+# prints no layout for the GPT-3 run on 1,024 GPUs, so the row has one near those of table 2. Three seem not to fit: NVIDIA keeps
 # gradients in 16 bits and DeepSeek activations in 8, where the formulas have 32 and 16.
 #
-# Why does a model of 1.7B on single GPUs reach less of the peak than one of 1T, which has every kind of communication?
+# Why does a model of 1.7B on single GPUs reach less of the peak than one of 1T, which communicates over three axes?
 # In 2021 attention wrote its scores to memory and read them back for each step of the softmax. That traffic grows with
 # the hidden size, matrix products with its square: it is 29 % of the small model's time and 2 % of the large one's.
 #
@@ -401,7 +403,7 @@ receipts.bug_hunt()
 # %%
 def hybrid_step(model, microbatch, mesh, shares):
     """Leaves in p.grad the gradient of the mean loss over all targets of all ranks;
-    returns that loss.
+    returns that loss, on every rank.
 
     model(tokens, targets=targets) -> (sum of this rank's losses, how many targets count);
     microbatch: (tokens, targets) of this rank; mesh.dp, mesh.cp, mesh.tp: groups; mesh.joined("dp",
@@ -424,8 +426,8 @@ def hybrid_step(model, microbatch, mesh, shares):
 hybrid_step = check("hybrid-step", hybrid_step)
 
 # %% [markdown]
-# Two projects shipped this bug ([picotron](https://github.com/huggingface/picotron/blob/main/train.py), whose train.py
-# wraps the model only if `dp_world_size > 1`, and VeOmni, [issue
+# [picotron](https://github.com/huggingface/picotron/blob/main/train.py) shipped this bug: its train.py wraps the model
+# only if `dp_world_size > 1`. VeOmni had a relative, a sum over dp alone whatever its size ([issue
 # 1059](https://github.com/ByteDance-Seed/VeOmni/issues/1059)). The weights of the cp ranks drift apart, and no
 # error is raised. What finds it is a comparison in *every* mesh, axes of one rank included:
 
@@ -449,8 +451,8 @@ show(figures.draw_scaling, points=points)
 
 # %% [markdown]
 # From 2 to 4 ranks a rank sends 1.5 times the bytes, and the step takes many times as long: the *cliff*. Each of the
-# ring's rounds now waits for a link that is ten times slower. Beyond it the curve rises only slowly, since 2P(N-1)/N
-# hardly grows. (This ring does not overlap with backward; lab 03 shows how much of it that hides.)
+# ring's rounds now waits for a link that is ten times slower. Beyond it the bytes, 2P(N-1)/N,
+# hardly grow; what still rises are the latencies of 2(N-1) rounds. (This ring does not overlap with backward; lab 03 shows how much of it that hides.)
 #
 # ## Where it loses
 #
@@ -468,8 +470,8 @@ receipts.simple_wins(runs)
 # ## Choosing, in order
 #
 # 1. Compute states and activations, not weights. If they fit, use data parallelism alone.
-# 2. If states do not fit, shard them (ZeRO 1 costs no extra bytes, ZeRO 3 half as many again), as long as each rank has
-#    a sequence and the bytes hide behind its work.
+# 2. If states do not fit, shard them (ZeRO 1 costs no extra bytes; with M microbatches ZeRO 2 sends (M+1)/2 times as many,
+#    ZeRO 3 3M/2 times), as long as each rank has a sequence and the bytes hide behind its work.
 # 3. If activations do not fit, recompute some; if the sequence is what is too long, cp.
 # 4. tp for layers that are too large, or for more ranks than sequences; inside the fast domain, no more than needed.
 # 5. pp across nodes if the network is too slow for 2, with many more microbatches than stages.

@@ -1,5 +1,6 @@
 """What lab 09's last exercise runs on four ranks: a hybrid step in several meshes, beside one process in float64."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +18,15 @@ from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import placements
 
 WORLD = 4
-ROWS, SEQ = range(2, 13, 2), range(24, 161, 8)  # sizes that are drawn: dp divides the rows, zigzag over cp the sequence
-CONFIG = ModelConfig(32, 16, 24, 2, 4, 2, max_seq_len=SEQ[-1])
+ROWS, SEQ = range(4, 13, 4), range(24, 161, 8)  # sizes that are drawn: dp divides the rows, zigzag over cp the sequence
+CONFIG = ModelConfig(32, 16, 24, 2, 8, 4, max_seq_len=SEQ[-1])
 MESHES = (
     {"dp": 2, "cp": 1, "tp": 2},
     {"dp": 2, "cp": 2, "tp": 1},
     {"dp": 1, "cp": 4, "tp": 1},
     {"dp": 1, "cp": 2, "tp": 2},
 )
+ALONE = {"dp": 1, "cp": 1, "tp": 4}, {"dp": 4, "cp": 1, "tp": 1}  # one axis has all ranks: none may wait for another
 WHOLE = {"dp": 2, "cp": 1, "tp": 2}  # once more without sequence parallelism: each tp rank's norms see all tokens
 Reference = tuple[float, dict[str, Tensor]]  # of one process: the loss, and the gradients by parameter
 
@@ -74,14 +76,14 @@ def name_of(axes: dict[str, int]) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1 or axis == "dp")
 
 
-def run_steps(group: Group, learner: Callable, seed: int, whole: bool = False) -> list[Outcome]:
-    """The learner's step in each mesh, with sequence parallelism where there is tp; whole: in WHOLE, too.
+def run_steps(group: Group, learner: Callable, seed: int, more: bool = False) -> list[Outcome]:
+    """The learner's step in each mesh, with sequence parallelism where there is tp; more: in ALONE and WHOLE, too.
 
     Each mesh has a batch and weights of its own, drawn from `seed`.
     """
     torch.set_num_threads(1)
-    cases = [(axes, axes["tp"] > 1, name_of(axes)) for axes in MESHES]
-    if whole:
+    cases = [(axes, axes["tp"] > 1, name_of(axes)) for axes in (*MESHES, *(ALONE if more else ()))]
+    if more:
         cases.append((WHOLE, False, f"{name_of(WHOLE)} without sequence parallelism"))
     found = []
     for number, (axes, sequence, name) in enumerate(cases):
@@ -118,7 +120,7 @@ def _step(mesh: Mesh, name: str, sequence: bool, learner: Callable, case: Traini
     errors = {key: _off(found[key], places[key].cut(whole)) for key, whole in right.items()}
     sent = sum(led.bytes(op="all_reduce", group=each) for each in ("dp", "cp", "dp_cp"))
     held = sum(p.numel() * p.element_size() for p in model.parameters())
-    off = abs(_number(loss) - right_loss) / right_loss
+    off = _at_worst(abs(_number(loss) - right_loss) / right_loss)
     return Outcome(name, errors, off, sent, held)
 
 
@@ -129,7 +131,12 @@ def _number(loss: Any) -> float:
 def _off(found: Tensor | None, wanted: Tensor) -> float:
     if found is None:
         return float("inf")
-    return ((found - wanted).norm() / wanted.norm()).item()
+    return _at_worst(((found - wanted).norm() / wanted.norm()).item())
+
+
+def _at_worst(error: float) -> float:
+    """The error, infinite if it is no number: NaN is not larger than anything, so that no maximum would show it."""
+    return float("inf") if math.isnan(error) else error
 
 
 def worst(found: Sequence[Outcome]) -> Outcome:

@@ -163,7 +163,7 @@ _MEASURED = (
     _megatron("gpt-3-175b", 768, 8, 12, 1536, 149, "table 2"),
     replace(
         _megatron("gpt-3-175b", 1024, 8, 16, 1536, 140, "§5.1"),
-        note="The paper prints the speed for 1,024 GPUs without a layout; this one is the nearest in its table 2.",
+        note="The paper prints the speed for 1,024 GPUs without a layout; this one is near those of its table 2.",
     ),
     _megatron("gpt-3-175b", 1536, 8, 12, 1536, 141, "table 2"),
     _megatron("megatron-530b", 560, 8, 35, 2240, 171, "table 2"),
