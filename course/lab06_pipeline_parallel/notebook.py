@@ -14,8 +14,8 @@
 #
 # ZeRO gathers a layer's weights where they are needed. In a pipeline the weights stay where they are and the
 # *activations* travel. Each of $n$ ranks is a *stage* and holds neighbouring layers. A batch is cut into $M$
-# *microbatches*, which pass through the stages forward (F) and back (B). A batch of 10 samples, cut into 5 microbatches,
-# has 2 *samples* in each. The pipeline-parallel size is the number of stages.
+# *microbatches*, which pass through the stages forward (F) and back (B). A batch of 10 samples, cut into 5
+# microbatches, has 2 *samples* in each. The pipeline-parallel size is the number of stages.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -144,8 +144,8 @@ sliders(
 
 # %% [markdown]
 # Switch between `gpipe` and `1f1b`. With `message` at 0 the step takes exactly as long; the number of microbatches in
-# flight falls from 8, 8, 8, 8 to 4, 3, 2, 1. Above 0, 1F1B waits for round trips and is slower. How the idle share falls
-# with $M$:
+# flight falls from 8, 8, 8, 8 to 4, 3, 2, 1. Above 0, 1F1B waits for round trips and is slower. How the idle share
+# falls with $M$:
 
 # %%
 show(figures.idle_by_microbatches)
@@ -295,8 +295,8 @@ place_messages = check("rendezvous-messages", place_messages)
 # The stage before you waits for the gradient of your *input*. Nobody waits for the gradient of your *weights*. Zero
 # bubble ([Qi et al. 2023](https://arxiv.org/abs/2401.10241)) therefore splits B into I, the input gradient, computed at
 # once, and W, the weight gradient, computed when the stage would otherwise idle. (The paper calls the first half B;
-# torch says I and W, as this lab does.) Autograd records nothing during a backward, but it does record what you put off:
-# `weight.grad` must not carry a graph, which would keep the activations alive.
+# torch says I and W, as this lab does.) Autograd records nothing during a backward, but it does record what you put
+# off: `weight.grad` must not carry a graph, which would keep the activations alive.
 
 
 # %%
@@ -407,15 +407,15 @@ receipts.step_times(every)
 #   $v = 2$ *chunks* per rank, so filling takes half as long: $(n-1)/(vM+n-1)$.
 # - **Zero bubble**: idle for $(n-1)(F+I-W)$ instead of $(n-1)(F+I+W)$, a third if the three are equal. This holds for
 #   $M \ge n$ and $W \le F, I$.
-# - **Zero bubble V** ([Qi et al. 2023](https://arxiv.org/abs/2401.10241)): two chunks per rank, on a path down the ranks
-#   and back up, so the first rank has the loss.
+# - **Zero bubble V** ([Qi et al. 2023](https://arxiv.org/abs/2401.10241)): two chunks per rank, on a path down the
+#   ranks and back up, so the first rank has the loss.
 # - **DualPipe** ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437)): microbatches enter at both ends, and every rank
 #   holds two stages, its own and its mirror image's.
 #
-# Why from both ends (*skip on a first reading*)? With experts on other ranks (lab 08) a layer is attention, dispatch, MLP
-# and combine, and dispatch and combine are all-to-alls. Alone, a rank waits for them. DualPipe pairs a forward with a
-# backward of the other direction, so that one's messages travel while the other computes. Let messages take as long as
-# attention or MLP, and backward twice as long to compute:
+# Why from both ends (*skip on a first reading*)? With experts on other ranks (lab 08) a layer is attention, dispatch,
+# MLP and combine, and dispatch and combine are all-to-alls. Alone, a rank waits for them. DualPipe pairs a forward with
+# a backward of the other direction, so that one's messages travel while the other computes. Let messages take as long
+# as attention or MLP, and backward twice as long to compute:
 
 # %%
 receipts.all_to_alls()

@@ -12,8 +12,8 @@
 # 2. Over which group is each gradient summed, and what goes wrong if an axis is left out or one too many is in it?
 # 3. How do you find a layout for a model, a cluster and a memory limit, and how do you know that it is a good one?
 #
-# Labs 03 to 07 each divided one thing. Large runs combine them, as in Llama 3's 16,384 GPUs = 8 (tensor) x 16 (pipeline) x 128 (data)
-# ([Llama Team 2024](https://arxiv.org/abs/2407.21783), table 4).
+# Labs 03 to 07 each divided one thing. Large runs combine them, as in Llama 3's 16,384 GPUs = 8 (tensor) x 16
+# (pipeline) x 128 (data) ([Llama Team 2024](https://arxiv.org/abs/2407.21783), table 4).
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -50,8 +50,8 @@ guess_times = 1.0  # your guess
 receipts.wrong_link(guess_times)
 
 # %% [markdown]
-# It is less than 9, the ratio of the links: each of a ring's 14 messages also has a latency, for which the planner takes
-# 8 µs inside a node and 25 µs between nodes.
+# It is less than 9, the ratio of the links: each of a ring's 14 messages also has a latency, for which the planner
+# takes 8 µs inside a node and 25 µs between nodes.
 #
 # ### Common claims
 #
@@ -280,8 +280,8 @@ receipts.what_there_is()
 # of one tp rank already, and cp divides the tokens. The first stage holds min(pp, microbatches) microbatches.
 #
 # **Seconds**: a microbatch costs 6 FLOPs per token and parameter, of the stage's layers and of *one* table, all divided
-# by tp, at `rate`; then each layer's four all-reduces of tokens · hidden_size elements of 2 bytes (2(t-1)/t times their size each) at
-# `link`. A step is microbatches + pp - 1 of these. Gradients are assumed to hide behind backward.
+# by tp, at `rate`; then each layer's four all-reduces of tokens · hidden_size elements of 2 bytes (2(t-1)/t times their
+# size each) at `link`. A step is microbatches + pp - 1 of these. Gradients are assumed to hide behind backward.
 
 
 # %%
@@ -311,8 +311,8 @@ def estimate(model, layout, seq, rate, link):
 estimate = check("layout-estimate", estimate)
 
 # %% [markdown]
-# Your estimate of every simple layout, with tp inside a node, of **Llama 3 70B on 64 A100s of 40 GB** (eight to a node, 25 GB/s between nodes,
-# 512 sequences of 4,096 tokens per step):
+# Your estimate of every simple layout, with tp inside a node, of **Llama 3 70B on 64 A100s of 40 GB** (eight to a node,
+# 25 GB/s between nodes, 512 sequences of 4,096 tokens per step):
 
 # %%
 receipts.dropped(experiments_plan.estimates(estimate))
@@ -320,8 +320,8 @@ receipts.dropped(experiments_plan.estimates(estimate))
 # %% [markdown]
 # One in twenty-five fits, and the quickest of them is quick only in your estimate: according to the planner its step
 # takes more than three times as long. It gathers its weights over the network for each of 64 microbatches, and one
-# sequence, which eight GPUs share, is not enough work to hide that. The planner also tries recomputation and interleaved
-# stages (*chunks*), which shrink the bubble; each point below is one layout of at most 60 GiB.
+# sequence, which eight GPUs share, is not enough work to hide that. The planner also tries recomputation and
+# interleaved stages (*chunks*), which shrink the bubble; each point below is one layout of at most 60 GiB.
 
 # %%
 show(figures.all_layouts)
@@ -359,23 +359,24 @@ receipts.plans_table(my_plan())
 receipts.orders(my_plan())
 
 # %% [markdown]
-# How far can such formulas be trusted? These are some of the runs whose authors published layout and speed. Five numbers
-# are fitted to every second run of a longer list; `python -m minillm plan --published` prints it, and the error of the
-# runs that were not fitted. Where a source prints seconds of a step or tokens per second, *reported* is computed from them
-# by one count of FLOPs, so it can differ from the share that the source prints (MegaScale's table has 41.2 %). Which terms the formulas have was decided with all of them in view, so expect a larger error
-# for a run that is not there.
+# How far can such formulas be trusted? These are some of the runs whose authors published layout and speed. Five
+# numbers are fitted to every second run of a longer list; `python -m minillm plan --published` prints it, and the error
+# of the runs that were not fitted. Where a source prints seconds of a step or tokens per second, *reported* is computed
+# from them by one count of FLOPs, so it can differ from the share that the source prints (MegaScale's table has 41.2
+# %). Which terms the formulas have was decided with all of them in view, so expect a larger error for a run that is not
+# there.
 
 # %%
 receipts.published_table()
 
 # %% [markdown]
-# Sources, in this order: [Narayanan et al. 2021](https://arxiv.org/abs/2104.04473) (four runs),
-# [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), [BLOOM](https://huggingface.co/bigscience/bloom),
-# [Jiang et al. 2024](https://arxiv.org/abs/2402.15627), [IBM](https://github.com/foundation-model-stack/fms-fsdp),
-# [NVIDIA](https://github.com/NVIDIA/dgxc-benchmarking) (three),
-# [Llama Team 2024](https://arxiv.org/abs/2407.21783), [DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437). The paper
-# prints no layout for the GPT-3 run on 1,024 GPUs, so the row has one near those of table 2. Three seem not to fit: NVIDIA keeps
-# gradients in 16 bits and DeepSeek activations in 8, where the formulas have 32 and 16.
+# Sources, in this order: [Narayanan et al. 2021](https://arxiv.org/abs/2104.04473) (four runs), [Korthikanti et al.
+# 2022](https://arxiv.org/abs/2205.05198), [BLOOM](https://huggingface.co/bigscience/bloom), [Jiang et al.
+# 2024](https://arxiv.org/abs/2402.15627), [IBM](https://github.com/foundation-model-stack/fms-fsdp),
+# [NVIDIA](https://github.com/NVIDIA/dgxc-benchmarking) (three), [Llama Team 2024](https://arxiv.org/abs/2407.21783),
+# [DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437). The paper prints no layout for the GPT-3 run on 1,024 GPUs, so
+# the row has one near those of table 2. Three seem not to fit: NVIDIA keeps gradients in 16 bits and DeepSeek
+# activations in 8, where the formulas have 32 and 16.
 #
 # Why does a model of 1.7B on single GPUs reach less of the peak than one of 1T, which communicates over three axes?
 # In 2021 attention wrote its scores to memory and read them back for each step of the softmax. That traffic grows with
@@ -451,8 +452,9 @@ show(figures.draw_scaling, points=points)
 
 # %% [markdown]
 # From 2 to 4 ranks a rank sends 1.5 times the bytes, and the step takes many times as long: the *cliff*. Each of the
-# ring's rounds now waits for a link that is ten times slower. Beyond it the bytes, 2P(N-1)/N,
-# hardly grow; what still rises are the latencies of 2(N-1) rounds. (This ring does not overlap with backward; lab 03 shows how much of it that hides.)
+# ring's rounds now waits for a link that is ten times slower. Beyond it the bytes, 2P(N-1)/N, hardly grow; what still
+# rises are the latencies of 2(N-1) rounds. (This ring does not overlap with backward; lab 03 shows how much of it that
+# hides.)
 #
 # ## Where it loses
 #
@@ -470,8 +472,8 @@ receipts.simple_wins(runs)
 # ## Choosing, in order
 #
 # 1. Compute states and activations, not weights. If they fit, use data parallelism alone.
-# 2. If states do not fit, shard them (ZeRO 1 costs no extra bytes; with M microbatches ZeRO 2 sends (M+1)/2 times as many,
-#    ZeRO 3 3M/2 times), as long as each rank has a sequence and the bytes hide behind its work.
+# 2. If states do not fit, shard them (ZeRO 1 costs no extra bytes; with M microbatches ZeRO 2 sends (M+1)/2 times as
+#    many, ZeRO 3 3M/2 times), as long as each rank has a sequence and the bytes hide behind its work.
 # 3. If activations do not fit, recompute some; if the sequence is what is too long, cp.
 # 4. tp for layers that are too large, or for more ranks than sequences; inside the fast domain, no more than needed.
 # 5. pp across nodes if the network is too slow for 2, with many more microbatches than stages.
@@ -530,9 +532,9 @@ receipts.design_13b()
 # 200 Gb/s are 25 GB/s. States take 18 · 13e9 = 234 GB: not for one GPU, 7.3 GB each if sharded over 32. With eight
 # sequences for each of 32 ranks there is enough work to hide ZeRO's traffic, so the answer is sharded data parallelism
 # without any model parallelism. ZeRO 2 is enough. ZeRO 3 leaves more room and takes a twelfth longer: each microbatch
-# gathers the weights and copies them into place. tp 8 takes a ninth longer than ZeRO 2, with narrow matrices. A pipeline
-# of 4 stages idles 3/(M+3) of the time for memory that nobody needed. ZeRO 1 does not fit: weights and gradients alone
-# take 78 GB, all that is usable.
+# gathers the weights and copies them into place. tp 8 takes a ninth longer than ZeRO 2, with narrow matrices. A
+# pipeline of 4 stages idles 3/(M+3) of the time for memory that nobody needed. ZeRO 1 does not fit: weights and
+# gradients alone take 78 GB, all that is usable.
 # </details>
 #
 # ## Capstone (*open*)
@@ -553,8 +555,8 @@ receipts.design_13b()
 # **2. Over which group is a norm's gradient reduced under sequence parallelism?**
 # <details><summary>Answer</summary>
 #
-# dp x cp, as that of every parameter but an expert's, and tp, because each tp rank saw a part of the sequence. Without sequence parallelism never
-# over tp: every rank has the whole gradient.
+# dp x cp, as that of every parameter but an expert's, and tp, because each tp rank saw a part of the sequence. Without
+# sequence parallelism never over tp: every rank has the whole gradient.
 # </details>
 #
 # **3. And an expert's?**

@@ -14,8 +14,8 @@
 # reasons.
 # Stands on labs 00 (the roofline) and 02 (the model).
 #
-# The seven exercises take an hour and three quarters, the core path of two hours with *Break it*; with the rest plan three.
-# Running the notebook from top to bottom takes about a minute. At the end you can answer:
+# The seven exercises take an hour and three quarters, the core path of two hours with *Break it*; with the rest plan
+# three. Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. How many bytes and how many FLOPs does one more token take, and which of the two decides how long it takes?
 # 2. What does the cache hold after n tokens, how large is that, and what do grouped heads save of it?
@@ -379,9 +379,9 @@ receipts.by_batch(points)
 show(figures.one_against_many)
 
 # %% [markdown]
-# The weights are read once for all sequences, so by the roof a step takes hardly longer until compute takes over, at the
-# batch in the table's title. Beyond it each further sequence costs its share of arithmetic. The measured bend is softer,
-# as most passes fall short of the roof: in float32 a step of two can even take as long as two steps.
+# The weights are read once for all sequences, so by the roof a step takes hardly longer until compute takes over, at
+# the batch in the table's title. Beyond it each further sequence costs its share of arithmetic. The measured bend is
+# softer, as most passes fall short of the roof: in float32 a step of two can even take as long as two steps.
 #
 # Does prefill gain from batching, too? Predict, then look:
 
@@ -429,8 +429,8 @@ sliders(
 # kv heads: the limit of the caches falls to a quarter. With 8 kv heads and 4-bit weights decoding is nearly 4 times as
 # fast at batch 1 and a fifth faster at batch 200, where most of what is read is caches.
 #
-# And on a GPU a pass is hundreds of kernels of microseconds each, so at batch 1 their launches count; CUDA graphs replay
-# them as one.
+# And on a GPU a pass is hundreds of kernels of microseconds each, so at batch 1 their launches count; CUDA graphs
+# replay them as one.
 #
 # ## Break it
 #
@@ -454,8 +454,8 @@ receipts.broken_decoders()
 # ### Find the bug
 #
 # Three decoders with one bug each. The curves say how far the distribution of each is from the right one along the
-# text, smoothed, with two sizes of the cache. **Which one attends to places that nothing was written to? Which is off by
-# one position? Which appends too late?**
+# text, smoothed, with two sizes of the cache. **Which one attends to places that nothing was written to? Which is off
+# by one position? Which appends too late?**
 
 # %%
 show(figures.three_decoders)
@@ -489,8 +489,8 @@ receipts.other_passes(8)
 # %% [markdown]
 # Products of another shape add in another order, and each precision rounds on its own scale. In bfloat16, logits
 # between 8 and 16 lie on a grid of 0.0625: two tokens can tie, and a rounding decides. To tell this from a bug, **run
-# it in float64.** Rounding shrinks to 1e-13 and the tokens agree; the effect of a wrong mask does not shrink. For the same
-# tokens whatever the batch, use kernels that always add in the same order (`VLLM_BATCH_INVARIANT=1` in vLLM).
+# it in float64.** Rounding shrinks to 1e-13 and the tokens agree; the effect of a wrong mask does not shrink. For the
+# same tokens whatever the batch, use kernels that always add in the same order (`VLLM_BATCH_INVARIANT=1` in vLLM).
 #
 # ## Where it loses: a batch of one
 #
