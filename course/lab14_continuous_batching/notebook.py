@@ -10,7 +10,8 @@
 # # 14 · Continuous batching
 #
 # **Sequences join and leave the batch at every step.** That one change takes a server from waiting for its longest
-# answer to a full batch in every forward pass. The price is a scheduler, and everything that can go wrong in one.
+# answer to a batch in which no place stays free while a request waits. The price is a scheduler, and all that can go
+# wrong in one.
 # Stands on labs 12 (prefill and decode) and 13 (blocks).
 #
 # The core path, exercises 1 to 4 and 7 with the pictures beside them, takes two hours; with the rest plan four. Run All
@@ -132,27 +133,27 @@ receipts.gain(continuous_batches)
 #
 # A new request brings a prompt, which is many tokens at once. Engines used to have two phases, *prefill* and *decode*,
 # and had to alternate. There is no need to. Every sequence has `num_tokens` tokens, of which `num_computed` are
-# computed. A decoding sequence lacks one token, a new one its prompt, a preempted one everything; a prefix hit reduces
-# that. Four sequences, as exercises 2 to 4 will see them (blocks of 16 tokens):
+# computed. A decoding sequence lacks one token, a new one its prompt, a preempted one everything, unless it was
+# swapped out or hits cached blocks. Four sequences, as exercises 2 to 4 will see them (blocks of 16 tokens):
 #
 #                num_tokens  num_computed   lacks                 rank    last_step   blocks
 #     running  a     41           40        1, it decodes         (0, 0)     17       [3, 8, 5]
-#              b    900          512        388 of its prompt     (2, 2)     17       32 of them
+#              b    900          512        388 of its prompt     (2, 2)     17       57, 32 of them filled
 #     waiting  c    300            0        all, it is new        (5, 5)      -       none yet
 #              d     70            0        all, it was preempted (9, 1)     12       none any more
 #
 # A step has a *budget* of tokens and hands it out:
 #
 # 1. one token to each running sequence that lacks one,
-# 2. then to running sequences that lack more (their prompt is under way), at most a `chunk` each,
+# 2. then to running sequences that lack more (their prompt is under way), in order, at most a `chunk` each,
 # 3. then to waiting sequences, strictly in order, at most a `chunk` each, until `max_num_seqs` sequences run.
 
 
 # %%
 def plan_step(running, waiting, budget, chunk, max_num_seqs):
     """-> a list of (sequence, tokens). running, waiting: sequences in order, each with num_tokens
-    and num_computed. The budget is at least max_num_seqs. Changes nothing: a plan says what the
-    step will compute."""
+    and num_computed. The budget is at least max_num_seqs. Changes nothing, neither the sequences
+    nor the lists: a plan says what the step will compute."""
     # BEGIN SOLUTION
     decoding = [s for s in running if s.num_tokens - s.num_computed == 1]
     prompts = [s for s in running if s.num_tokens - s.num_computed > 1]
@@ -190,7 +191,7 @@ receipts.pass_cost()
 
 # %%
 def victim(running, needy, policy):
-    """-> the sequence of running that gives up its blocks for needy;
+    """-> the sequence of running (which is in any order) that gives up its blocks for needy;
     None if needy has to wait for a block.
 
     rank: a tuple, smaller is earlier (served first). policy: "latest" (largest arrival: rank[1]),
@@ -278,11 +279,13 @@ sliders(
     link_gb_per_s=(4.0, 64.0, 4.0),
     kv_heads=[8, 32],
     block_size=[1, 4, 16, 64],
+    copy_us=(0.0, 4.0, 0.5),
 )
 
 # %% [markdown]
-# Both lines are nearly straight, so the length rarely decides. The link does, the number of kv heads and, with small
-# blocks, what it costs to *start* a copy ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180), §7.3). Beside decoding
+# Swapping is a straight line; recomputing bends upwards, as each token attends to more before it. So the length decides
+# only where the two are close. The link does, the number of kv heads and, with small blocks, what it costs to *start*
+# a copy ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180), §7.3: `copy_us`). Beside decoding
 # sequences, which leave arithmetic units idle, part of a recomputation costs nothing.
 
 # %% [markdown]
@@ -336,9 +339,9 @@ sliders(figures_flight.view, step=(1, 80), policy=list(POLICIES), preemption=["r
 
 # %% [markdown]
 # Move `step`. Prompt tokens are hatched; each decoding sequence adds one plain token per step. In step 14, the one shown,
-# no free block was left and sequence 5 was preempted; its blocks stay cached (grey) until they are needed. Two steps
-# later it is back and finds 20 of its 32 tokens still in the prefix cache: a hatched piece of 12, then it decodes. With
-# `swap` it comes back with a single plain token.
+# no free block was left and sequence 5 was preempted; its full blocks stay cached (grey, like free ones) until they are
+# needed. Two steps later it is back and finds 20 of its 32 tokens still in the prefix cache: a hatched piece of 12, then
+# it decodes. With `swap` it comes back with a single plain token.
 #
 # This run was *played* without a model, because a schedule depends on lengths and not on what the tokens say. The same
 # trace through the engine, with a model:
@@ -396,8 +399,9 @@ receipts.three_engines(at_once)
 receipts.trickling()
 
 # %% [markdown]
-# With arrivals spread over time continuous batching wins on *uniform* lengths as well: not in passes, but in TTFT,
-# since no request waits for the end of another batch.
+# With arrivals spread over time continuous batching wins on *uniform* lengths as well, above all in TTFT, since no
+# request waits for the end of another batch. There the timer needs a few passes less, and its
+# requests wait for them.
 #
 # ### A long prompt arrives
 
@@ -450,8 +454,8 @@ receipts.reserve()
 #
 # ## Break it
 #
-# Four schedulers, each with a bug from a real engine, on a trace where it shows, beside a sound one. None raises an
-# exception:
+# Four schedulers, each with a bug known from real engines, beside a sound one. None raises an exception, and the last
+# shows in no column:
 
 # %%
 receipts.faults()
@@ -467,10 +471,10 @@ receipts.faults()
 #
 # - **Phases never mixed**: while any prompt has tokens left, no sequence decodes. The log says "chunked prefill
 #   enabled".
-# - **Place in the queue lost** ([vLLM#41951](https://github.com/vllm-project/vllm/issues/41951)): a preempted request
-#   gets a new arrival number. All requests that came since go first, and it is the first candidate for the next
+# - **Place in the queue lost** ([SGLang#37260](https://github.com/sgl-project/sglang/pull/37260)): a preempted request
+#   queues up again like a new one. All requests that came since go first, and it is the first candidate for the next
 #   preemption.
-# - **Livelock** ([nano-vllm#274](https://github.com/GeeeekExplorer/nano-vllm/issues/274)): a request that does not fit
+# - **Livelock** ([nano-vllm#277](https://github.com/GeeeekExplorer/nano-vllm/pull/277)): a request that does not fit
 #   preempts a running one, and does not fit in the next step either. Utilization is 100 %.
 # - **Tokens that do not exist** ([nano-vllm#211](https://github.com/GeeeekExplorer/nano-vllm/pull/211)): after a
 #   preemption some blocks are still in the prefix cache, but the number of tokens to compute was taken *before* the
@@ -484,12 +488,16 @@ def diagnose(records, prompts):
     "livelock" or "tokens that do not exist".
 
     records: one per step, each with batch: (name, first position, tokens), admitted, preempted,
-    ended: names, and sampled: how many tokens came out. prompts: {name: tokens of its prompt}.
-    Names are "0", "1", ... in order of arrival, priorities equal. In a step preemptions come first,
-    then admissions, then the batch. The recording may stop before all requests have ended."""
+    ended: names, sampled: how many tokens came out, and free and cached: blocks without a holder
+    after the step. prompts: {name: tokens of its prompt}. Names are "0", "1", ... in order of
+    arrival, priorities equal. In a step preemptions come first, then admissions, then the batch.
+    The recording may stop before all requests have ended. It is a livelock if the last 100 steps
+    gave no token and made no progress, which a long prompt in chunks does."""
     # BEGIN SOLUTION
     held, away, decoding = dict(prompts), set(), set()
-    if len(records) > 100 and not any(each.sampled for each in records[-100:]):
+    last = records[-100:]
+    silent = len(last) == 100 and not any(each.sampled for each in last)
+    if silent and (any(each.preempted for each in last) or not any(each.batch for each in last)):
         return "livelock"
     for each in records:
         away |= set(each.preempted)
@@ -498,7 +506,8 @@ def diagnose(records, prompts):
             away.discard(name)
             if any(int(other) < int(name) for other in away):
                 return "place in the queue lost"
-        if decoding and not decoding & {name for name, _, _ in each.batch}:
+        stalled = decoding and not decoding & {name for name, _, _ in each.batch}
+        if stalled and each.free + each.cached > 0 and not each.ended:  # not for want of a block
             return "phases never mixed"
         for name, first, tokens in each.batch:
             if first + tokens > held[name]:
@@ -531,8 +540,8 @@ receipts.overhead()
 receipts_loads.ahead()
 
 # %% [markdown]
-# **Mean lengths** hide what a schedule has to bear. Three loads, each with lengths as drawn and with as many tokens in equal
-# requests:
+# **Mean lengths** hide what a schedule has to bear, most of all in latency under random arrivals. Four loads, each with
+# lengths as drawn and with the mean lengths for all:
 
 # %%
 receipts_loads.loads()
@@ -654,8 +663,8 @@ receipts.design_chunk()
 # D1: in the steady state each answer token brings 5 prompt tokens with it. From about 64 sequences on the step is bound
 # by arithmetic: TPOT grows in proportion and throughput stays at 4,700 answer tokens per second, so 64 to 96 sequences
 # are enough and memory (378) is not the limit. 200 · 200 tokens per second / 4,700 = 9 replicas at *peak* rates. Plan
-# with half of the peak (step 27 ms at 64 sequences, 17 replicas) and, so that queues stay short at p99, a utilization
-# of 70 %: about 25 replicas, 100 GPUs. TPOT then has room for chunks of twice the mean size before a step takes 50 ms.
+# with half of the peak (step 27 ms at 64 sequences, 18 replicas) and, so that queues stay short at p99, a utilization
+# of 70 %: about 25 replicas, 100 GPUs. TPOT then has room for chunks of nearly twice the mean size before a step takes 50 ms.
 #
 # D2: 512: 17 ms per gap and 0.82 s to the first token, only 4 % later than computed whole. 1,024 breaks the limit. With
 # real kernels at half of the peak the same chunk takes 34 ms, so the limit forces 256, which at peak is close to
