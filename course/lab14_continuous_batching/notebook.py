@@ -21,7 +21,7 @@
 # 2. What happens to decoding sequences while a long prompt is computed, and what when the blocks run out?
 # 3. How do you read from an engine's own records what is wrong with its scheduler?
 #
-# Lab 13 put keys and values into blocks. Here you decide, step by step, which sequences compute. A *step* is one
+# Here you decide, step by step, which sequences compute. A *step* is one
 # forward pass; its batch holds at most `max_num_seqs` sequences. TTFT is the time from arrival to the first token, TPOT
 # the time per output token after it. A table column called *simulated* comes from a clock on which each pass takes what
 # a roofline says (8B model, one H100); *measured* is this machine.
@@ -58,8 +58,7 @@ from minillm.serve.tiny import TinyLLM
 print(*map(inspect.getsource, (TinyLLM.schedule, TinyLLM.allocate)), sep="\n")
 
 # %% [markdown]
-# You build both with what they leave out: chunks, other policies, swapping, priorities
-# (`minillm/serve/schedule/scheduler.py`).
+# You build both with what they leave out: chunks, policies, swapping, priorities.
 #
 # ## Predict
 #
@@ -171,7 +170,7 @@ plan_step = check("token-budget-step", plan_step)
 
 # %% [markdown]
 # What does a pass cost? It has to read all weights and the cached keys and values, and to multiply; on a roofline it
-# takes the larger of the two times. The 8B model, one H100, data-sheet peaks (the same model as in lab 12):
+# takes the larger of the two times. The 8B model, one H100, data-sheet peaks (as in lab 12):
 
 # %%
 receipts.pass_cost()
@@ -322,7 +321,7 @@ class PatientQueue:
 PatientQueue = check("patient-queue", PatientQueue)
 
 # %% [markdown]
-# The number is given once, at arrival, so a preempted request goes back into the heap at its old place.
+# The number is given once, so a preempted request goes back to its old place.
 #
 # ## The flight recorder
 #
@@ -400,8 +399,7 @@ receipts.trickling()
 
 # %% [markdown]
 # With arrivals spread over time continuous batching wins on *uniform* lengths as well, above all in TTFT, since no
-# request waits for the end of another batch. There the timer needs a few passes less, and its
-# requests wait for them.
+# request waits for the end of another batch. There the timer needs a few passes less.
 #
 # ### A long prompt arrives
 
@@ -414,8 +412,7 @@ receipts.chunks(guess_gap_ms)
 # %% [markdown]
 # The gap is the time of *one chunk* with the decodes in it ([Agrawal et al. 2024](https://arxiv.org/abs/2403.02310)).
 # From 512 tokens up the prompt itself loses little; below, its passes are memory-bound. The last row computes the same
-# chunks one after the other *without* the decodes in between, and the 16 sequences wait as long as for the whole
-# prompt.
+# chunks *without* decodes in between, and the 16 sequences wait as long as for the whole prompt.
 #
 # By this machine's wall clock, with the target model:
 
@@ -424,7 +421,7 @@ receipts.measured_stall()
 
 # %% [markdown]
 # Computed whole, the prompt stops the four sequences for as long as many of their steps. In chunks the pause is a few
-# steps, and the prompt's own first token comes later: on this CPU a small pass is much less efficient than a large one.
+# steps, and the prompt's first token comes later: on this CPU small passes are much less efficient.
 #
 # ### Four policies, two ways back
 #
@@ -448,9 +445,8 @@ receipts.policies()
 receipts.reserve()
 
 # %% [markdown]
-# A quarter of the preemptions are left, and p99 of the worst gap falls to a third. The whole trace takes as long as
-# before: much of the recomputation hides beside memory-bound decodes, so preemption is felt as a *pause*, hardly as lost
-# throughput.
+# A quarter of the preemptions are left, and p99 of the worst gap falls to a third. The trace takes as long as before: much
+# of the recomputation hides beside decodes, so preemption is felt as a *pause*, hardly as lost throughput.
 #
 # ## Break it
 #
@@ -463,8 +459,8 @@ receipts.faults()
 # %% [markdown]
 # ### Exercise 7 · find the fault (30 minutes)
 #
-# An engine you do not know hands you its records. Find out what is wrong with its scheduler. Your function sees records
-# and prompt lengths only, and must be right about sound schedulers, too: preemption is not a fault. First think what
+# An engine you do not know hands you its records. Find out what is wrong with its scheduler, from records and prompt
+# lengths only. Be right about sound schedulers, too: preemption is no fault, nor is a wait for a block. First think what
 # each fault must leave in the records; the fold names the mechanisms.
 #
 # <details><summary>What each of the four does</summary>
@@ -526,7 +522,7 @@ diagnose = check("diagnose-a-flight", diagnose)
 # ## Where it loses (skip on a first reading)
 #
 # **Uniform lengths, all there at once**: you counted 64 passes for each engine. Continuous batching then adds only its
-# scheduler. What that costs on this machine, beside the pass it belongs to:
+# scheduler. What that costs on this machine, beside a pass:
 
 # %%
 receipts.overhead()
@@ -547,11 +543,10 @@ receipts_loads.ahead()
 receipts_loads.loads()
 
 # %% [markdown]
-# Test with traffic as it is, prompts and answers apart. Offline work has no latency to keep, so its batch may be as large as
-# memory allows.
+# Test with traffic as it is. Offline work has no latency to keep, so its batch may be as large as memory allows.
 #
-# Besides, a batch whose shape changes in every step is hard to capture in CUDA graphs (engines pad to a few sizes for
-# that), and throughput is bought with TPOT: each sequence in the batch makes the step of all others longer.
+# Besides, a batch whose shape changes in every step is hard to capture in CUDA graphs (engines pad to a few sizes), and
+# each sequence in the batch makes the step of all others longer.
 #
 # ## The same in production
 #
