@@ -117,7 +117,8 @@ def _draw_state() -> tuple[list[Seq], list[Seq], tuple[int, int, int]]:
     running = [_sequence(f"r{i}", random.random() < 0.6) for i in range(random.randint(0, max_num_seqs))]
     waiting = [_sequence(f"w{i}", False) for i in range(random.randint(0, 5))]
     if waiting and random.random() < 0.3:  # one that comes back from the host, or hit the prefix cache
-        waiting[0].num_computed = random.randint(0, waiting[0].num_tokens - 1)
+        back = random.choice(waiting)
+        back.num_computed = random.choice((back.num_tokens - 1, random.randrange(back.num_tokens)))
     return running, waiting, (budget, chunk, max_num_seqs)
 
 
@@ -127,15 +128,26 @@ def _sequence(name: str, decoding: bool) -> Seq:
 
 
 def _ask(learner: Callable, running: list[Seq], waiting: list[Seq], *settings: int) -> list[tuple[Seq, int]]:
-    before = [(s, s.num_computed, s.num_tokens) for s in (*running, *waiting)]
-    found = learner(list(running), list(waiting), *settings)
+    before = [_facts(s) for s in (*running, *waiting)]
+    lists = list(running), list(waiting)
+    found = learner(*lists, *settings)
     asked = "a list of (sequence, tokens)"
     plan = [tuple(expect_list(each, asked, count=2)) for each in expect_list(found, asked)]
     fits = all(isinstance(s, Seq) and isinstance(tokens, Integral) for s, tokens in plan)
     expect(fits, plan, "a list of (sequence, tokens), in this order")
-    if any((s.num_computed, s.num_tokens) != (computed, tokens) for s, computed, tokens in before):
-        raise CheckFailed("your plan changes num_computed or tokens; a plan only says what the step will compute")
+    for s, facts in zip((*running, *waiting), before, strict=True):
+        if changed := [name for name, value in _facts(s).items() if value != facts[name]]:
+            raise CheckFailed(
+                f"your plan changes {changed[0]} of {s.name}; a plan only says what the step will compute"
+            )
+    if lists != (running, waiting):
+        raise CheckFailed("your plan changes the list running or waiting; a plan only says what the step will compute")
     return plan
+
+
+def _facts(s: Seq) -> dict[str, Any]:
+    names = ("num_tokens", "num_computed", "state", "rank", "last_step", "priority", "preemptions")
+    return {name: getattr(s, name) for name in names} | {"blocks": list(s.blocks)}
 
 
 def _hold_plan(plan: list, running: list[Seq], waiting: list[Seq], budget: int, chunk: int, max_num_seqs: int) -> None:
@@ -171,6 +183,13 @@ def _hold_plan(plan: list, running: list[Seq], waiting: list[Seq], budget: int, 
     halves = [s for s in waiting if 0 < given.get(s.name, 0) < min(lacks[s.name], chunk)]
     if left and (halves or (not all(taken) and len(running) + sum(taken) < max_num_seqs)):
         raise CheckFailed(f"{where}: {left} tokens of the budget are left over while a prompt could use them")
+    queue = [s for s in (*running, *waiting) if lacks[s.name] > 1 or s in waiting]
+    held_up = next((s for s in queue if given.get(s.name, 0) < min(lacks[s.name], chunk)), None)
+    if held_up and (later := [s.name for s in queue[queue.index(held_up) + 1 :] if s.name in given]):
+        raise CheckFailed(
+            f"{where}: {held_up.name} gets {given.get(held_up.name, 0)} tokens while {later[0]}, which comes after it, "
+            f"gets {given[later[0]]}. In order: the next one's turn comes when this one has all it lacks, or a chunk"
+        )
 
 
 def _play(

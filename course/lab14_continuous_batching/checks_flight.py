@@ -4,6 +4,7 @@ import random
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from numbers import Real
 
@@ -37,10 +38,14 @@ def check_latencies(learner: Callable) -> Receipt:
         ("prompts in pieces", {"num_blocks": 200}),
         ("preempted, recomputed", {"num_blocks": 30, "prefix_cache": False, "policy": "longest", "chunk": 3}),
         ("preempted, swapped", {"num_blocks": 30, "preemption": "swap"}),
+        ("with pauses between requests", {"num_blocks": 200}),
     ):
-        lengths = [(random.randint(10, 40), random.randint(16, 30)) for _ in range(12 - len(rows) // 3)]
+        # No prompt ends where a piece does, so that a returning sequence has a piece of both prompt and answer.
+        lengths = [(3 * random.randint(3, 13) + 2, random.randint(16, 30)) for _ in range(12 - len(rows) // 3)]
         settings = {"block_size": 4, "token_budget": 16, "max_num_seqs": 5, "chunk": 6, "reserve": 0}
-        flight = play(requests(lengths, every=0.007), **(settings | options))
+        first, every = (0.3, 0.5) if how == "with pauses between requests" else (0.0, 0.007)
+        arrivals = [replace(each, at=each.at + first) for each in requests(lengths, every=every)]
+        flight = play(arrivals, **(settings | options))
         arrived = {name: history.arrived for name, history in flight.histories.items()}
         found = learner(list(flight.records), flight.prompts, arrived)
         fits = isinstance(found, dict) and set(found) == set(flight.histories)
@@ -68,9 +73,10 @@ def check_latencies(learner: Callable) -> Receipt:
     hints=(
         "For each fault write the sentence 'no sound scheduler ever ...' in terms of a record's fields: batch, "
         "admitted, preempted, sampled. You have followed token counts through records already.",
-        "Livelock: no token sampled for 100 steps. Place lost: a request is admitted while a preempted one with a "
-        "smaller number is away. Phases: sequences that decode are there and none of them is in the batch. Tokens that "
-        "do not exist: first + tokens > what the sequence has.",
+        "Livelock: 100 steps without a token in which requests are preempted, or nothing is computed. Place lost: a "
+        "request is admitted while a preempted one with a smaller number is away. Phases: sequences that decode are "
+        "there, none of them is in the batch, and blocks are to be had. Tokens that do not exist: first + tokens > "
+        "what the sequence has.",
     ),
 )
 def check_diagnose(learner: Callable) -> Receipt:
@@ -99,6 +105,9 @@ def check_diagnose(learner: Callable) -> Receipt:
                         f"say '{found}'. The last step counts, too"
                     )
         rows.append(row(f"{fault}: recognised, of 6 flights", 6, right))
+    for name, records, prompts in _sound_flights():
+        if (found := learner(records, prompts)) != experiments_breaks.HEALTHY:
+            raise CheckFailed(f"{name}: you say '{found}', and the scheduler is sound")
     for name, (records, right) in _BY_HAND.items():
         if (found := learner(_numbered(records), {"0": 2, "1": 9})) != right:
             raise CheckFailed(f"{name}: you say '{found}', it is '{right}'")
@@ -110,6 +119,22 @@ def _first_shown(flight: Flight, fault: str) -> Sequence:
     steps = range(1, len(flight.records) + 1)
     shown = bisect_left(steps, True, key=lambda n: ANSWERS.diagnose(flight.records[:n], flight.prompts) == fault)
     return flight.records[: shown + 1]
+
+
+def _sound_flights() -> list[tuple[str, list[StepRecord], dict[str, int]]]:
+    """(what is special, records, prompts) of sound schedulers that look like broken ones."""
+    scarce = {"num_blocks": 26, "block_size": 4, "token_budget": 12, "reserve": 0}
+    waits = play(requests([(53, 39), (47, 40), (20, 11), (20, 20), (9, 22)]), max_num_seqs=3, chunk=4, **scarce)
+    draw = random.Random(7)
+    lengths = [(draw.randint(18, 30), draw.randint(14, 24)) for _ in range(14)]
+    many = play(requests(lengths), max_num_seqs=4, chunk=8, **scarce)
+    long = play(requests([(3000, 40)]), num_blocks=200, token_budget=16, chunk=16, max_num_seqs=1)
+    return [
+        ("the only decoding sequence waits for a block, of which none is left", list(waits.records), waits.prompts),
+        ("14 requests (request 10 came after request 9)", list(many.records), many.prompts),
+        ("a prompt of 3,000 tokens in chunks of 16, recorded to its end", list(long.records), long.prompts),
+        ("180 chunks of a long prompt, each computed once", list(long.records[:180]), long.prompts),
+    ]
 
 
 def _step(batch: list, sampled: int, **names: list[str]) -> dict:
@@ -132,6 +157,14 @@ _BY_HAND = {
     "the only sequence that decodes has ended, and a prompt goes on": (
         [*_BEGIN, _step([("0", 2, 1), ("1", 2, 2)], 1, ended=["0"]), _step([("1", 4, 4)], 0)],
         experiments_breaks.HEALTHY,
+    ),
+    "sequence 1 is preempted and comes back, and a step computes its prompt while sequence 0 gets nothing": (
+        [*_BEGIN, _step([("0", 2, 1)], 1, preempted=["1"]), _step([("1", 0, 2)], 0, admitted=["1"])],
+        "phases never mixed",
+    ),
+    "a sequence has 3 tokens, and the one at position 3 is computed": (
+        [*_BEGIN, _step([("0", 3, 1), ("1", 2, 2)], 1)],
+        "tokens that do not exist",
     ),
     "a sequence has 3 tokens, and 4 of it are computed": (
         [*_BEGIN, _step([("0", 2, 2), ("1", 2, 2)], 1)],
@@ -180,7 +213,8 @@ def _misread(flight: Flight, fault: str, found: str) -> str:
         "their token",
         "phases never mixed": "look for steps in which sequences that already decode get nothing",
         "place in the queue lost": "look at what is admitted while a preempted request is away",
-        "livelock": f"the last 100 steps sampled {sum(each.sampled for each in flight.records[-100:])} tokens",
+        "livelock": f"the last 100 steps sampled {sum(each.sampled for each in flight.records[-100:])} tokens and "
+        f"preempted {sum(len(each.preempted) for each in flight.records[-100:])} times",
         "tokens that do not exist": "compare first + tokens of each batch entry with what the sequence has",
     }
     return f"a flight of {facts}: you say '{found}', it is '{fault}': {evidence[fault]}"

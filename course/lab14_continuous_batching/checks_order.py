@@ -45,12 +45,12 @@ def check_victim(learner: Callable) -> Receipt:
 
 def _draw_running() -> list[Seq]:
     running = []
-    for arrival in random.sample(range(20), random.randint(1, 6)):
+    for arrival in random.sample(range(12), random.randint(1, 6)):
         priority = random.randint(-1, 2)
         sequence = Seq([0] * random.randint(5, 9), 20, priority=priority, name=f"s{arrival}")
-        sequence.rank, sequence.last_step = (arrival + 8 * priority, arrival, 0), random.randint(90, 93)
+        sequence.rank, sequence.last_step = (arrival + 4 * priority, arrival, 0), random.randint(90, 93)
         running.append(sequence)
-    return sorted(running, key=lambda s: s.rank)
+    return running
 
 
 def _wrong_victim(running: Sequence[Seq], needy: Seq, policy: str, found: object, due: Seq | None) -> str:

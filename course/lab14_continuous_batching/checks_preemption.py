@@ -10,8 +10,9 @@ from course.lab14_continuous_batching.experiments import TINY, one_thread, play,
 from course.lab14_continuous_batching.labelled_blocks import contents, draw_pool
 from minillm.model import Transformer
 from minillm.model.generate import generate
-from minillm.serve import LLM, Scheduler
+from minillm.serve import LLM, BlockPool, Prefix, Scheduler
 from minillm.serve import Sequence as Seq
+from minillm.serve.schedule.blocks import cache_namespace
 
 ANSWERS = answers_of("14_continuous_batching")
 
@@ -35,7 +36,9 @@ def check_preemption(learner: type) -> Receipt:
     ) * 3:  # fmt: skip
         one, two = _one_round(learner, swap, host, shared)
         moved, due = moved + one, due + two
-    _refuses_what_does_not_fit(learner)
+    for swap in (False, True):
+        _refuses_what_does_not_fit(learner, swap)
+    _takes_hits_beyond_what_was_swapped(learner)
     _takes_what_just_fits(learner)
     rows = [row("blocks moved to the host and back", due, moved)]
     model = Transformer(TINY, seed=2)
@@ -104,24 +107,54 @@ def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tupl
     return labelled.out + labelled.back, (held + back if fits else 0)
 
 
-def _refuses_what_does_not_fit(learner: type) -> None:
+def _refuses_what_does_not_fit(learner: type, swap: bool) -> None:
     """A hit without a holder is one of the available blocks: counted once, and counted first."""
-    pool, _, sequence, _ = draw_pool(0, 2, spare=0, release_other=True)
+    pool, _, sequence, _ = draw_pool(16 if swap else 0, 2, spare=0, release_other=True)
     hits = list(sequence.blocks[:2])
     mine = learner()
-    mine.preempt(sequence, pool, False)
+    mine.preempt(sequence, pool, swap)
     taken = pool.allocate(pool.available - pool.blocks_for(sequence.num_tokens) + 1)
-    before = (pool.available, list(pool.references))
+    before = (pool.available, list(pool.references), pool.free_host)
+    kept = (sequence.num_computed, list(sequence.host_blocks))
+    needed = pool.blocks_for(sequence.num_tokens)
     where = (
-        f"{pool.available} blocks are available, 2 of them the hits, {pool.blocks_for(sequence.num_tokens)} are needed"
+        f"{'swap' if swap else 'recompute'}, {pool.available} blocks are available, 2 of them the hits, {needed} needed"
     )
     try:
         done = mine.resume(sequence, pool, hits)
     except RuntimeError:
         raise CheckFailed(f"{where}: resume runs out of blocks halfway; count before you take") from None
-    if done is not False or (pool.available, list(pool.references)) != before or sequence.blocks:
+    if done is not False or (pool.available, list(pool.references), pool.free_host) != before or sequence.blocks:
         raise CheckFailed(f"{where}: resume must return False and take nothing")
+    if (now := (sequence.num_computed, list(sequence.host_blocks))) != kept:
+        raise CheckFailed(
+            f"{where}: resume returns False and leaves (num_computed, host_blocks) as {now}; they were {kept}, and the "
+            "sequence goes on waiting with what it had"
+        )
     pool.release(taken)
+
+
+def _takes_hits_beyond_what_was_swapped(learner: type) -> None:
+    """While a sequence was swapped out early in its prompt, another one has computed and cached more of the same."""
+    size, computed = random.choice((3, 4, 5)), random.randint(1, 6)
+    pool, tokens = BlockPool(40, size, num_host_blocks=16), [random.randrange(1000) for _ in range(10 * size)]
+    hits, prefix = pool.allocate(random.randint(7, 9)), cache_namespace()
+    for place, block in enumerate(hits):
+        prefix = Prefix(prefix, tuple(tokens[place * size : (place + 1) * size]))
+        pool.cache_block(block, prefix)
+    sequence = Seq(tokens, len(tokens) + 8, name="q", num_computed=computed)
+    sequence.blocks = pool.allocate(10)
+    mine = learner()
+    mine.preempt(sequence, pool, True)
+    mine.resume(sequence, pool, list(hits))
+    if (found := sequence.num_computed) != (due := len(hits) * size):
+        raise CheckFailed(
+            f"swapped out with {computed} tokens computed, and another sequence has cached {len(hits)} blocks since, "
+            f"of {size} tokens that both have: after resume num_computed is {found}, but {due} tokens have their keys "
+            "and values. Hits may reach further than what was swapped"
+        )
+    if pool.free_host < 16 or sequence.host_blocks:
+        raise CheckFailed(f"all {computed} swapped tokens are hits, and after resume their host blocks are still taken")
 
 
 def _takes_what_just_fits(learner: type) -> None:
@@ -187,7 +220,8 @@ def _in_an_engine(learner: type, model: Transformer, swap: bool) -> list:
     if same < len(found):
         raise CheckFailed(
             f"{how}: in an engine with your class {len(found) - same} of {len(found)} answers differ from the naive "
-            "loop's. Share the hits before you allocate: allocating may give away a cached block that no sequence holds"
+            "loop's: some block does not hold what num_computed says. One way to get there is to allocate before you "
+            "share the hits, since allocating may give away a cached block that no sequence holds"
         )
     left = (llm.pool.used, llm.pool.num_host_blocks - llm.pool.free_host)
     return [

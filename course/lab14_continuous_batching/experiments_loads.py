@@ -1,4 +1,4 @@
-"""Lab 14: three loads of one model. Chats, documents and offline work, with lengths as drawn and with their means.
+"""Lab 14: four loads of one model. Chats, documents and offline work, with lengths as drawn and with their means.
 
 Played through a scheduler on the simulated clock of an 8B model on one H100, in a pool of 128,000 tokens.
 """
@@ -30,7 +30,7 @@ LOADS = {
     "chat": Load(300, 100, 1.0, 20),
     "documents": Load(4000, 60, 1.0, 3),
     "offline, 16 at once": Load(500, 150, 0.7, None, 16),
-    "offline, 256 at once": Load(500, 150, 0.7, None),
+    "offline, all 60 at once": Load(500, 150, 0.7, None),
 }
 
 
@@ -45,7 +45,7 @@ def drawn(load: Load, seed: int = 14) -> Lengths:
 
 
 def means(lengths: Lengths) -> Lengths:
-    """As many requests, all of the mean lengths: the same tokens in all."""
+    """As many requests, all of the mean lengths, rounded: the same tokens in all but for that."""
     prompt, answer = (round(sum(each) / len(lengths)) for each in zip(*lengths, strict=True))
     return [(prompt, answer)] * len(lengths)
 

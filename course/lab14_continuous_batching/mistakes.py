@@ -85,12 +85,12 @@ token_budget_step.mistake(
 token_budget_step.mistake(
     "only-what-fits-whole",
     {"        if tokens:": "        if tokens == sequence.num_tokens - sequence.num_computed:"},
-    expect="has begun its prompt|left over|a later one is let in",
+    expect="has begun its prompt|left over|a later one is let in|which comes after it",
 )
 token_budget_step.mistake(
     "short-prompts-first",
     {"*waiting[:": "*sorted(waiting, key=lambda s: s.num_tokens - s.num_computed)[:"},
-    expect="waits while a later one is let in|has begun its prompt",
+    expect="waits while a later one is let in|has begun its prompt|which comes after it",
 )
 token_budget_step.mistake(
     "no-limit", {"waiting[: max(0, max_num_seqs - len(running))]": "waiting"}, expect="are let in beside"
@@ -99,6 +99,20 @@ token_budget_step.mistake(
     "computes-while-planning",
     {"            budget -= tokens": "            budget -= tokens\n            sequence.num_computed += tokens"},
     expect="a plan only says what the step will compute",
+)
+token_budget_step.mistake(
+    "budget-shared-out-evenly",
+    {
+        "    plan = []": "    shares = max(1, len(prompts) + min(len(waiting), max_num_seqs - len(running)))\n"
+        "    even, plan = max(1, (budget - len(decoding)) // shares), []",
+        "num_computed, chunk, budget": "num_computed, chunk, budget, even",
+    },
+    expect="which comes after it|left over|has begun its prompt",
+)
+token_budget_step.mistake(
+    "names-the-sequences-running",
+    {"            plan.append(": "            sequence.state = type(sequence.state).RUNNING\n            plan.append("},
+    expect="your plan changes state",
 )
 token_budget_step.alternative(
     "one-sorted-line", {"*decoding, *prompts": "*sorted(running, key=lambda s: s.num_tokens - s.num_computed > 1)"}

@@ -53,6 +53,15 @@ latencies_from_a_flight.mistake(
     {"found[name] = (at": "found[name] = tuple(1e3 * each for each in (at", "max(gaps))": "max(gaps)))"},
     says="Seconds are asked for, not milliseconds.",
 )
+latencies_from_a_flight.mistake(
+    "a-clock-without-pauses",
+    {
+        "held, times =": "clock = records[0].started\n    held, times =",
+        "        for name, first": "        clock += each.seconds\n        for name, first",
+        "each.started + each.seconds": "clock",
+    },
+    says="You add up the seconds of the steps, but between two steps the engine may have nothing to do: use started.",
+)
 latencies_from_a_flight.alternative(
     "by-the-position-computed", {"first + tokens == held[name]": "first + tokens - prompts[name] == len(times[name])"}
 )
@@ -91,15 +100,26 @@ def one_preempted_often(records, prompts):
     return found
 
 
-diagnose_a_flight.mistake(
-    "one-missing-is-a-stall",
-    {"decoding and not decoding & {name": "decoding - {name"},
-    expect="you say 'phases never mixed'",
+diagnose_a_flight.alternative(
+    "one-missing-is-a-stall-if-a-block-was-to-be-had", {"decoding and not decoding & {name": "decoding - {name"}
 )
 diagnose_a_flight.mistake(
     "never-follows-the-tokens",
     {'return "tokens that do not exist"': 'return "healthy"'},
     expect="it is 'tokens that do not exist'",
+)
+diagnose_a_flight.mistake(
+    "no-token-for-long-is-a-livelock",
+    {" and (any(each.preempted for each in last) or not any(each.batch for each in last))": ""},
+    expect="180 chunks of a long prompt",
+)
+diagnose_a_flight.mistake(
+    "waiting-for-a-block-is-a-stall",
+    {" and each.free + each.cached > 0 and not each.ended": ""},
+    expect="waits for a block, of which none is left",
+)
+diagnose_a_flight.mistake(
+    "names-compared-as-text", {"int(other) < int(name)": "other < name"}, expect="request 10 came after request 9"
 )
 
 
@@ -120,7 +140,12 @@ def questions(records, prompts):
 
     if any(over > 0 for _, _, over in each_token()):
         return "tokens that do not exist"
-    if len(records) > 150 and sum(record.sampled for record in records[-100:]) == 0:
+    computed, again = set(), not any(record.batch for record in records[-100:])
+    for record in records[-100:]:
+        for name, first, tokens in record.batch:
+            again |= (name, first) in computed
+            computed |= {(name, first + n) for n in range(tokens)}
+    if again and len(records) >= 100 and sum(record.sampled for record in records[-100:]) == 0:
         return "livelock"
     away = []
     for record in records:
@@ -133,7 +158,8 @@ def questions(records, prompts):
     ready = set()
     for record in records:
         ready -= set(record.preempted)
-        if ready and ready.isdisjoint(name for name, _, _ in record.batch):
+        room = record.free + record.cached and not record.ended
+        if ready and room and ready.isdisjoint(name for name, _, _ in record.batch):
             return "phases never mixed"
         ready = (ready | tokens[record.step]) - set(record.ended)
     return "healthy"

@@ -45,6 +45,11 @@ preemption_victim.mistake(
     says="Whether a sequence is behind the needy one is a question of rank, not of arrival alone.",
 )
 preemption_victim.mistake(
+    "place-in-the-list-instead-of-rank",
+    {"[s for s in running if s.rank > needy.rank]": "running[running.index(needy) + 1 :]"},
+    says="Later is a matter of rank: the list of running sequences is in any order.",
+)
+preemption_victim.mistake(
     "latest-by-rank",
     {"lambda s: s.rank[1]": "lambda s: s.rank"},
     says='"latest" goes by arrival, rank[1], and not by the whole rank, which includes the priority.',
@@ -123,7 +128,25 @@ preempt_and_return.mistake(
             "allocated = pool.allocate(fresh)\n        sequence.blocks = pool.share(hits) + allocated"
         )
     },
-    expect="Share the hits before you allocate",
+    expect="allocate before you share the hits",
+)
+preempt_and_return.mistake(
+    "hits-only-without-a-swap",
+    {
+        "sequence.host_blocks = []\n        sequence.num_computed = max(": (
+            "back, sequence.host_blocks = bool(sequence.host_blocks), []\n"
+            "        sequence.num_computed = sequence.num_computed if back else max("
+        )
+    },
+    expect="Hits may reach further than what was swapped",
+)
+preempt_and_return.mistake(
+    "counts-the-hits-before-it-refuses",
+    {
+        "fresh = pool": "sequence.num_computed = max(sequence.num_computed, len(hits) * pool.block_size)\n"
+        "        fresh = pool"
+    },
+    expect="resume returns False and leaves",
 )
 preempt_and_return.mistake(
     "forgets-what-was-swapped",

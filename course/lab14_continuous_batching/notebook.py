@@ -10,7 +10,8 @@
 # # 14 · Continuous batching
 #
 # **Sequences join and leave the batch at every step.** That one change takes a server from waiting for its longest
-# answer to a full batch in every forward pass. The price is a scheduler, and everything that can go wrong in one.
+# answer to a batch in which no place stays free while a request waits. The price is a scheduler, and all that can go
+# wrong in one.
 # Stands on labs 12 (prefill and decode) and 13 (blocks).
 #
 # The core path, exercises 1 to 4 and 7 with the pictures beside them, takes two hours; with the rest plan four. Run All
@@ -20,7 +21,7 @@
 # 2. What happens to decoding sequences while a long prompt is computed, and what when the blocks run out?
 # 3. How do you read from an engine's own records what is wrong with its scheduler?
 #
-# Lab 13 put keys and values into blocks. Here you decide, step by step, which sequences compute. A *step* is one
+# Here you decide, step by step, which sequences compute. A *step* is one
 # forward pass; its batch holds at most `max_num_seqs` sequences. TTFT is the time from arrival to the first token, TPOT
 # the time per output token after it. A table column called *simulated* comes from a clock on which each pass takes what
 # a roofline says (8B model, one H100); *measured* is this machine.
@@ -57,8 +58,7 @@ from minillm.serve.tiny import TinyLLM
 print(*map(inspect.getsource, (TinyLLM.schedule, TinyLLM.allocate)), sep="\n")
 
 # %% [markdown]
-# You build both with what they leave out: chunks, other policies, swapping, priorities
-# (`minillm/serve/schedule/scheduler.py`).
+# You build both with what they leave out: chunks, policies, swapping, priorities.
 #
 # ## Predict
 #
@@ -132,27 +132,27 @@ receipts.gain(continuous_batches)
 #
 # A new request brings a prompt, which is many tokens at once. Engines used to have two phases, *prefill* and *decode*,
 # and had to alternate. There is no need to. Every sequence has `num_tokens` tokens, of which `num_computed` are
-# computed. A decoding sequence lacks one token, a new one its prompt, a preempted one everything; a prefix hit reduces
-# that. Four sequences, as exercises 2 to 4 will see them (blocks of 16 tokens):
+# computed. A decoding sequence lacks one token, a new one its prompt, a preempted one everything, unless it was
+# swapped out or hits cached blocks. Four sequences, as exercises 2 to 4 will see them (blocks of 16 tokens):
 #
 #                num_tokens  num_computed   lacks                 rank    last_step   blocks
 #     running  a     41           40        1, it decodes         (0, 0)     17       [3, 8, 5]
-#              b    900          512        388 of its prompt     (2, 2)     17       32 of them
+#              b    900          512        388 of its prompt     (2, 2)     17       57, 32 of them filled
 #     waiting  c    300            0        all, it is new        (5, 5)      -       none yet
 #              d     70            0        all, it was preempted (9, 1)     12       none any more
 #
 # A step has a *budget* of tokens and hands it out:
 #
 # 1. one token to each running sequence that lacks one,
-# 2. then to running sequences that lack more (their prompt is under way), at most a `chunk` each,
+# 2. then to running sequences that lack more (their prompt is under way), in order, at most a `chunk` each,
 # 3. then to waiting sequences, strictly in order, at most a `chunk` each, until `max_num_seqs` sequences run.
 
 
 # %%
 def plan_step(running, waiting, budget, chunk, max_num_seqs):
     """-> a list of (sequence, tokens). running, waiting: sequences in order, each with num_tokens
-    and num_computed. The budget is at least max_num_seqs. Changes nothing: a plan says what the
-    step will compute."""
+    and num_computed. The budget is at least max_num_seqs. Changes nothing, neither the sequences
+    nor the lists: a plan says what the step will compute."""
     # BEGIN SOLUTION
     decoding = [s for s in running if s.num_tokens - s.num_computed == 1]
     prompts = [s for s in running if s.num_tokens - s.num_computed > 1]
@@ -170,7 +170,7 @@ plan_step = check("token-budget-step", plan_step)
 
 # %% [markdown]
 # What does a pass cost? It has to read all weights and the cached keys and values, and to multiply; on a roofline it
-# takes the larger of the two times. The 8B model, one H100, data-sheet peaks (the same model as in lab 12):
+# takes the larger of the two times. The 8B model, one H100, data-sheet peaks (as in lab 12):
 
 # %%
 receipts.pass_cost()
@@ -190,7 +190,7 @@ receipts.pass_cost()
 
 # %%
 def victim(running, needy, policy):
-    """-> the sequence of running that gives up its blocks for needy;
+    """-> the sequence of running (which is in any order) that gives up its blocks for needy;
     None if needy has to wait for a block.
 
     rank: a tuple, smaller is earlier (served first). policy: "latest" (largest arrival: rank[1]),
@@ -278,11 +278,13 @@ sliders(
     link_gb_per_s=(4.0, 64.0, 4.0),
     kv_heads=[8, 32],
     block_size=[1, 4, 16, 64],
+    copy_us=(0.0, 4.0, 0.5),
 )
 
 # %% [markdown]
-# Both lines are nearly straight, so the length rarely decides. The link does, the number of kv heads and, with small
-# blocks, what it costs to *start* a copy ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180), §7.3). Beside decoding
+# Swapping is a straight line; recomputing bends upwards, as each token attends to more before it. So the length decides
+# only where the two are close. The link does, the number of kv heads and, with small blocks, what it costs to *start*
+# a copy ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180), §7.3: `copy_us`). Beside decoding
 # sequences, which leave arithmetic units idle, part of a recomputation costs nothing.
 
 # %% [markdown]
@@ -319,7 +321,7 @@ class PatientQueue:
 PatientQueue = check("patient-queue", PatientQueue)
 
 # %% [markdown]
-# The number is given once, at arrival, so a preempted request goes back into the heap at its old place.
+# The number is given once, so a preempted request goes back to its old place.
 #
 # ## The flight recorder
 #
@@ -336,9 +338,9 @@ sliders(figures_flight.view, step=(1, 80), policy=list(POLICIES), preemption=["r
 
 # %% [markdown]
 # Move `step`. Prompt tokens are hatched; each decoding sequence adds one plain token per step. In step 14, the one shown,
-# no free block was left and sequence 5 was preempted; its blocks stay cached (grey) until they are needed. Two steps
-# later it is back and finds 20 of its 32 tokens still in the prefix cache: a hatched piece of 12, then it decodes. With
-# `swap` it comes back with a single plain token.
+# no free block was left and sequence 5 was preempted; its full blocks stay cached (grey, like free ones) until they are
+# needed. Two steps later it is back and finds 20 of its 32 tokens still in the prefix cache: a hatched piece of 12, then
+# it decodes. With `swap` it comes back with a single plain token.
 #
 # This run was *played* without a model, because a schedule depends on lengths and not on what the tokens say. The same
 # trace through the engine, with a model:
@@ -396,8 +398,8 @@ receipts.three_engines(at_once)
 receipts.trickling()
 
 # %% [markdown]
-# With arrivals spread over time continuous batching wins on *uniform* lengths as well: not in passes, but in TTFT,
-# since no request waits for the end of another batch.
+# With arrivals spread over time continuous batching wins on *uniform* lengths as well, above all in TTFT, since no
+# request waits for the end of another batch. There the timer needs a few passes less.
 #
 # ### A long prompt arrives
 
@@ -410,8 +412,7 @@ receipts.chunks(guess_gap_ms)
 # %% [markdown]
 # The gap is the time of *one chunk* with the decodes in it ([Agrawal et al. 2024](https://arxiv.org/abs/2403.02310)).
 # From 512 tokens up the prompt itself loses little; below, its passes are memory-bound. The last row computes the same
-# chunks one after the other *without* the decodes in between, and the 16 sequences wait as long as for the whole
-# prompt.
+# chunks *without* decodes in between, and the 16 sequences wait as long as for the whole prompt.
 #
 # By this machine's wall clock, with the target model:
 
@@ -420,7 +421,7 @@ receipts.measured_stall()
 
 # %% [markdown]
 # Computed whole, the prompt stops the four sequences for as long as many of their steps. In chunks the pause is a few
-# steps, and the prompt's own first token comes later: on this CPU a small pass is much less efficient than a large one.
+# steps, and the prompt's first token comes later: on this CPU small passes are much less efficient.
 #
 # ### Four policies, two ways back
 #
@@ -444,14 +445,13 @@ receipts.policies()
 receipts.reserve()
 
 # %% [markdown]
-# A quarter of the preemptions are left, and p99 of the worst gap falls to a third. The whole trace takes as long as
-# before: much of the recomputation hides beside memory-bound decodes, so preemption is felt as a *pause*, hardly as lost
-# throughput.
+# A quarter of the preemptions are left, and p99 of the worst gap falls to a third. The trace takes as long as before: much
+# of the recomputation hides beside decodes, so preemption is felt as a *pause*, hardly as lost throughput.
 #
 # ## Break it
 #
-# Four schedulers, each with a bug from a real engine, on a trace where it shows, beside a sound one. None raises an
-# exception:
+# Four schedulers, each with a bug known from real engines, beside a sound one. None raises an exception, and the last
+# shows in no column:
 
 # %%
 receipts.faults()
@@ -459,18 +459,18 @@ receipts.faults()
 # %% [markdown]
 # ### Exercise 7 · find the fault (30 minutes)
 #
-# An engine you do not know hands you its records. Find out what is wrong with its scheduler. Your function sees records
-# and prompt lengths only, and must be right about sound schedulers, too: preemption is not a fault. First think what
+# An engine you do not know hands you its records. Find out what is wrong with its scheduler, from records and prompt
+# lengths only. Be right about sound schedulers, too: preemption is no fault, nor is a wait for a block. First think what
 # each fault must leave in the records; the fold names the mechanisms.
 #
 # <details><summary>What each of the four does</summary>
 #
 # - **Phases never mixed**: while any prompt has tokens left, no sequence decodes. The log says "chunked prefill
 #   enabled".
-# - **Place in the queue lost** ([vLLM#41951](https://github.com/vllm-project/vllm/issues/41951)): a preempted request
-#   gets a new arrival number. All requests that came since go first, and it is the first candidate for the next
+# - **Place in the queue lost** ([SGLang#37260](https://github.com/sgl-project/sglang/pull/37260)): a preempted request
+#   queues up again like a new one. All requests that came since go first, and it is the first candidate for the next
 #   preemption.
-# - **Livelock** ([nano-vllm#274](https://github.com/GeeeekExplorer/nano-vllm/issues/274)): a request that does not fit
+# - **Livelock** ([nano-vllm#277](https://github.com/GeeeekExplorer/nano-vllm/pull/277)): a request that does not fit
 #   preempts a running one, and does not fit in the next step either. Utilization is 100 %.
 # - **Tokens that do not exist** ([nano-vllm#211](https://github.com/GeeeekExplorer/nano-vllm/pull/211)): after a
 #   preemption some blocks are still in the prefix cache, but the number of tokens to compute was taken *before* the
@@ -484,12 +484,16 @@ def diagnose(records, prompts):
     "livelock" or "tokens that do not exist".
 
     records: one per step, each with batch: (name, first position, tokens), admitted, preempted,
-    ended: names, and sampled: how many tokens came out. prompts: {name: tokens of its prompt}.
-    Names are "0", "1", ... in order of arrival, priorities equal. In a step preemptions come first,
-    then admissions, then the batch. The recording may stop before all requests have ended."""
+    ended: names, sampled: how many tokens came out, and free and cached: blocks without a holder
+    after the step. prompts: {name: tokens of its prompt}. Names are "0", "1", ... in order of
+    arrival, priorities equal. In a step preemptions come first, then admissions, then the batch.
+    The recording may stop before all requests have ended. It is a livelock if the last 100 steps
+    gave no token and made no progress, which a long prompt in chunks does."""
     # BEGIN SOLUTION
     held, away, decoding = dict(prompts), set(), set()
-    if len(records) > 100 and not any(each.sampled for each in records[-100:]):
+    last = records[-100:]
+    silent = len(last) == 100 and not any(each.sampled for each in last)
+    if silent and (any(each.preempted for each in last) or not any(each.batch for each in last)):
         return "livelock"
     for each in records:
         away |= set(each.preempted)
@@ -498,7 +502,8 @@ def diagnose(records, prompts):
             away.discard(name)
             if any(int(other) < int(name) for other in away):
                 return "place in the queue lost"
-        if decoding and not decoding & {name for name, _, _ in each.batch}:
+        stalled = decoding and not decoding & {name for name, _, _ in each.batch}
+        if stalled and each.free + each.cached > 0 and not each.ended:  # not for want of a block
             return "phases never mixed"
         for name, first, tokens in each.batch:
             if first + tokens > held[name]:
@@ -517,7 +522,7 @@ diagnose = check("diagnose-a-flight", diagnose)
 # ## Where it loses (skip on a first reading)
 #
 # **Uniform lengths, all there at once**: you counted 64 passes for each engine. Continuous batching then adds only its
-# scheduler. What that costs on this machine, beside the pass it belongs to:
+# scheduler. What that costs on this machine, beside a pass:
 
 # %%
 receipts.overhead()
@@ -531,18 +536,17 @@ receipts.overhead()
 receipts_loads.ahead()
 
 # %% [markdown]
-# **Mean lengths** hide what a schedule has to bear. Three loads, each with lengths as drawn and with as many tokens in equal
-# requests:
+# **Mean lengths** hide what a schedule has to bear, most of all in latency under random arrivals. Four loads, each with
+# lengths as drawn and with the mean lengths for all:
 
 # %%
 receipts_loads.loads()
 
 # %% [markdown]
-# Test with traffic as it is, prompts and answers apart. Offline work has no latency to keep, so its batch may be as large as
-# memory allows.
+# Test with traffic as it is. Offline work has no latency to keep, so its batch may be as large as memory allows.
 #
-# Besides, a batch whose shape changes in every step is hard to capture in CUDA graphs (engines pad to a few sizes for
-# that), and throughput is bought with TPOT: each sequence in the batch makes the step of all others longer.
+# Besides, a batch whose shape changes in every step is hard to capture in CUDA graphs (engines pad to a few sizes), and
+# each sequence in the batch makes the step of all others longer.
 #
 # ## The same in production
 #
@@ -654,8 +658,8 @@ receipts.design_chunk()
 # D1: in the steady state each answer token brings 5 prompt tokens with it. From about 64 sequences on the step is bound
 # by arithmetic: TPOT grows in proportion and throughput stays at 4,700 answer tokens per second, so 64 to 96 sequences
 # are enough and memory (378) is not the limit. 200 · 200 tokens per second / 4,700 = 9 replicas at *peak* rates. Plan
-# with half of the peak (step 27 ms at 64 sequences, 17 replicas) and, so that queues stay short at p99, a utilization
-# of 70 %: about 25 replicas, 100 GPUs. TPOT then has room for chunks of twice the mean size before a step takes 50 ms.
+# with half of the peak (step 27 ms at 64 sequences, 18 replicas) and, so that queues stay short at p99, a utilization
+# of 70 %: about 25 replicas, 100 GPUs. TPOT then has room for chunks of nearly twice the mean size before a step takes 50 ms.
 #
 # D2: 512: 17 ms per gap and 0.82 s to the first token, only 4 % later than computed whole. 1,024 breaks the limit. With
 # real kernels at half of the peak the same chunk takes 34 ms, so the limit forces 256, which at peak is close to

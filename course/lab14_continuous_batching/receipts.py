@@ -3,6 +3,7 @@
 Counted, or on a simulated clock: except where a column says "measured", nothing depends on how busy the machine is.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -243,7 +244,7 @@ def design_fleet(prompt: int = 1000, answer: int = 200, arrivals: float = 200.0)
         piece = batch * prompt // answer  # prompt tokens per step in the steady state
         step = FOUR_H100_70B.step([(prompt + answer // 2, 1)] * batch + [(prompt // 2, piece)])
         rate = batch / step
-        lines.append((f"{batch} decoding", piece, seconds(step), f"{rate:,.0f}", f"{arrivals * answer / rate:.0f}"))
+        lines.append((f"{batch} decoding", piece, seconds(step), f"{rate:,.0f}", math.ceil(arrivals * answer / rate)))
     columns = ("sequences", "prompt tokens per step", "step = TPOT", "answer tokens/s", "replicas for 200 requests/s")
     return table(f"D1: 70B on four H100s, at peak rates; memory holds {room} sequences", columns, lines)
 

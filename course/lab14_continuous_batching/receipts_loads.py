@@ -1,4 +1,4 @@
-"""Lab 14: two plans at a time, and three loads played with lengths as drawn and with their means."""
+"""Lab 14: two plans at a time, and four loads played with lengths as drawn and with their means."""
 
 from itertools import pairwise
 

@@ -103,7 +103,7 @@ BACK_OF_THE_QUEUE = Fault(
     {"self._wait(sequence)": "self.enqueue(sequence)"},
     place="scheduler, preemption",
     mechanism="a preempted sequence queues up again as if it had just arrived",
-    shipped=("vllm-project/vllm#41951",),
+    shipped=("sgl-project/sglang#37260",),
 )
 WANTED = "self.pool.blocks_for(sequence.wanted(self.piece, skipped))"
 RESERVED = Fault(
