@@ -34,9 +34,10 @@
 # >   ([Agrawal et al. 2024](https://arxiv.org/abs/2403.02310), Sarathi-Serve; *A long prompt arrives*).
 # > - *"Preempt the least recently used sequence."* Nearly every running sequence ran in the step before. The rule is
 # >   right for cached blocks that no sequence holds (*Four policies*).
-# > - *"Batches should be powers of two."* What counts are a matrix's *dimensions*, as multiples of 8 in 16 bits, better of
-# >   64 ([NVIDIA](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html)). Tokens
-# >   of a step come in any number.
+# > - *"Batches should be powers of two."* What counts are a matrix's *dimensions*, as multiples of 8 in 16 bits, better
+# >   of 64
+# >   ([NVIDIA](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html)).
+# >   Tokens of a step come in any number.
 
 # %%
 import heapq
@@ -182,10 +183,10 @@ receipts.pass_cost()
 #
 # ### Exercise 3 · which sequence to preempt (15 minutes)
 #
-# The length of an answer is not known when it begins, so a full pool is normal. When no block is left, some sequence has
-# to give up its blocks. Four policies are common: most recently arrived, longest, lowest priority, least recently used.
-# Each is a number per sequence, and the largest gives way. But from which sequences may one take a block at all? Think
-# of what the preempted sequence does next.
+# The length of an answer is not known when it begins, so a full pool is normal. When no block is left, some sequence
+# has to give up its blocks. Four policies are common: most recently arrived, longest, lowest priority, least recently
+# used. Each is a number per sequence, and the largest gives way. But from which sequences may one take a block at all?
+# Think of what the preempted sequence does next.
 
 
 # %%
@@ -337,10 +338,10 @@ show(figures_flight.view)
 sliders(figures_flight.view, step=(1, 80), policy=list(POLICIES), preemption=["recompute", "swap"])
 
 # %% [markdown]
-# Move `step`. Prompt tokens are hatched; each decoding sequence adds one plain token per step. In step 14, the one shown,
-# no free block was left and sequence 5 was preempted; its full blocks stay cached (grey, like free ones) until they are
-# needed. Two steps later it is back and finds 20 of its 32 tokens still in the prefix cache: a hatched piece of 12, then
-# it decodes. With `swap` it comes back with a single plain token.
+# Move `step`. Prompt tokens are hatched; each decoding sequence adds one plain token per step. In step 14, the one
+# shown, no free block was left and sequence 5 was preempted; its full blocks stay cached (grey, like free ones) until
+# they are needed. Two steps later it is back and finds 20 of its 32 tokens still in the prefix cache: a hatched piece
+# of 12, then it decodes. With `swap` it comes back with a single plain token.
 #
 # This run was *played* without a model, because a schedule depends on lengths and not on what the tokens say. The same
 # trace through the engine, with a model:
@@ -378,8 +379,8 @@ def latencies(records, prompts, arrived):
 latencies = check("latencies-from-a-flight", latencies)
 
 # %% [markdown]
-# An engine that counts TTFT from admission leaves the queue out and looks good under overload. A mean TPOT hides pauses,
-# so look at the worst gap as well, and at percentiles over *requests*: p99 of 32 requests is the worst one.
+# An engine that counts TTFT from admission leaves the queue out and looks good under overload. A mean TPOT hides
+# pauses, so look at the worst gap as well, and at percentiles over *requests*: p99 of 32 requests is the worst one.
 #
 # ## Measure: three engines, one model
 #
@@ -445,8 +446,8 @@ receipts.policies()
 receipts.reserve()
 
 # %% [markdown]
-# A quarter of the preemptions are left, and p99 of the worst gap falls to a third. The trace takes as long as before: much
-# of the recomputation hides beside decodes, so preemption is felt as a *pause*, hardly as lost throughput.
+# A quarter of the preemptions are left, and p99 of the worst gap falls to a third. The trace takes as long as before:
+# much of the recomputation hides beside decodes, so preemption is felt as a *pause*, hardly as lost throughput.
 #
 # ## Break it
 #
@@ -460,8 +461,8 @@ receipts.faults()
 # ### Exercise 7 · find the fault (30 minutes)
 #
 # An engine you do not know hands you its records. Find out what is wrong with its scheduler, from records and prompt
-# lengths only. Be right about sound schedulers, too: preemption is no fault, nor is a wait for a block. First think what
-# each fault must leave in the records; the fold names the mechanisms.
+# lengths only. Be right about sound schedulers, too: preemption is no fault, nor is a wait for a block. First think
+# what each fault must leave in the records; the fold names the mechanisms.
 #
 # <details><summary>What each of the four does</summary>
 #
@@ -528,9 +529,9 @@ diagnose = check("diagnose-a-flight", diagnose)
 receipts.overhead()
 
 # %% [markdown]
-# `LLM(async_scheduling=True)` hides it: the host plans a step while the device computes the one before. Two plans then need
-# two buffers, or the device reads the wrong batch. And a victim's pass may be under way. No lock per sequence is needed,
-# only order: its token is kept, and only later passes write into its blocks.
+# `LLM(async_scheduling=True)` hides it: the host plans a step while the device computes the one before. Two plans then
+# need two buffers, or the device reads the wrong batch. And a victim's pass may be under way. No lock per sequence is
+# needed, only order: its token is kept, and only later passes write into its blocks.
 
 # %%
 receipts_loads.ahead()
@@ -570,8 +571,9 @@ receipts.transformers(at_once["skewed", "continuous"])
 # | stop strings, text, stream | `serve/requests/request.py` | API server | `engine/output_processor.py`, `detokenizer.py` |
 #
 # Both schedulers do the same arithmetic on `num_computed_tokens`. vLLM separates processes so that tokenizing, HTTP and
-# detokenizing never hold up the next forward pass. (vLLM's
-# [architecture overview](https://docs.vllm.ai/en/latest/design/arch_overview.html); file names since v0.25, whose model runner V2 is the default.)
+# detokenizing never hold up the next forward pass. (vLLM's [architecture
+# overview](https://docs.vllm.ai/en/latest/design/arch_overview.html); file names since v0.25, whose model runner V2 is
+# the default.)
 #
 # | vLLM option | here |
 # |---|---|
@@ -609,8 +611,8 @@ receipts.interview()
 # **1. Chunked prefill: what does it improve, what does it cost?**
 # <details><summary>Answer</summary>
 #
-# It shortens the worst gap of decoding sequences to one chunk instead of one prompt, if chunks and decodes share a step.
-# It costs the long prompt's TTFT a little, a lot if chunks are so small that passes become memory-bound.
+# It shortens the worst gap of decoding sequences to one chunk instead of one prompt, if chunks and decodes share a
+# step. It costs the long prompt's TTFT a little, a lot if chunks are so small that passes become memory-bound.
 # </details>
 #
 # **2. The pool is full. What now?**
@@ -659,7 +661,8 @@ receipts.design_chunk()
 # by arithmetic: TPOT grows in proportion and throughput stays at 4,700 answer tokens per second, so 64 to 96 sequences
 # are enough and memory (378) is not the limit. 200 · 200 tokens per second / 4,700 = 9 replicas at *peak* rates. Plan
 # with half of the peak (step 27 ms at 64 sequences, 18 replicas) and, so that queues stay short at p99, a utilization
-# of 70 %: about 25 replicas, 100 GPUs. TPOT then has room for chunks of nearly twice the mean size before a step takes 50 ms.
+# of 70 %: about 25 replicas, 100 GPUs. TPOT then has room for chunks of nearly twice the mean size before a step takes
+# 50 ms.
 #
 # D2: 512: 17 ms per gap and 0.82 s to the first token, only 4 % later than computed whole. 1,024 breaks the limit. With
 # real kernels at half of the peak the same chunk takes 34 ms, so the limit forces 256, which at peak is close to
@@ -679,8 +682,8 @@ receipts.design_chunk()
 # 2. What happens to decoding sequences while a long prompt is computed, and what when the blocks run out?
 # 3. How do you read from an engine's own records what is wrong with its scheduler?
 #
-# Next: in [15 · Speculative decoding](15_speculative_decoding.ipynb) a small model drafts several tokens, and the large one
-# checks them in a single pass.
+# Next: in [15 · Speculative decoding](15_speculative_decoding.ipynb) a small model drafts several tokens, and the large
+# one checks them in a single pass.
 
 # %%
 finish("14_continuous_batching")
