@@ -20,7 +20,7 @@ PROOF = os.environ.get("MINILLM_PROOF") == "all"
 
 def of_every_exercise(wrong: bool, most: int) -> list:
     """Names of its mistakes or alternatives: `make test` draws of the first `most`, `make full` of the others."""
-    rare, found = [pytest.mark.full, pytest.mark.drawn(8)], []
+    rare, found = [pytest.mark.full, pytest.mark.drawn(4)], []
     for name in EXERCISES:
         keys = [key for key, each in ANSWERS.items() if each.wrong == wrong and each.exercise == name]
         found += [pytest.param(key, marks=pytest.mark.drawn(6)) for key in keys[:most]]
