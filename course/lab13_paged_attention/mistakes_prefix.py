@@ -66,8 +66,8 @@ block_keys.mistake(
     expect="where the adapter ends",
 )
 block_keys.mistake(
-    "a sign doubled between the names",
-    {'repr(("root", adapter, salt))': 'f"{adapter}||{salt}"'},
+    "each name in quotes, with its label",
+    {'repr(("root", adapter, salt))': "f\"adapter='{adapter}' salt='{salt}'\""},
     expect="where the adapter ends",
 )
 block_keys.mistake(
@@ -96,6 +96,19 @@ block_keys.mistake(
     expect="all before again for every block",
 )
 block_keys.mistake(
+    "hashes the whole beginning of a copy",
+    {
+        "parent, keys = hashlib": "tokens = list(tokens)\n    parent, keys = hashlib",
+        "tokens[start : start + block_size]": "tokens[: start + block_size]",
+    },
+    expect="all before again for every block",
+)
+block_keys.mistake(
+    "two bytes of the key before",
+    {"sha256(parent + block)": "sha256(parent[:2] + block)"},
+    expect="all of the key of the block before",
+)
+block_keys.mistake(
     "an empty name for none",
     {'("root", adapter, salt)': '("root", adapter or "", salt or "")'},
     expect="and another one than no",
@@ -113,6 +126,16 @@ def summed(tokens, block_size, adapter=None, salt=None):
     for at in range(0, len(tokens) - block_size + 1, block_size):
         total += hash(tuple(tokens[at : at + block_size]))
         keys.append(total)
+    return keys
+
+
+@block_keys.mistake("a polynomial of the ids", expect="lets one id make up for another")
+def polynomial(tokens, block_size, adapter=None, salt=None):
+    key, keys = hash(("root", adapter, salt)), []
+    for count, token in enumerate(tokens, 1):
+        key = (key * 31 + token) % 2**64
+        if count % block_size == 0:
+            keys.append(key)
     return keys
 
 
@@ -161,6 +184,11 @@ find_prefix.mistake(
 )
 find_prefix.mistake(
     "compares the last token", {"entry.tokens != mine": "entry.tokens[-1] != mine[-1]"}, expect="compare all of them"
+)
+find_prefix.mistake(
+    "compares the first and the last token",
+    {"entry.tokens != mine": "(entry.tokens[0], entry.tokens[-1]) != (mine[0], mine[-1])"},
+    expect="compare all of them",
 )
 find_prefix.mistake(
     "takes block 0 for no parent",

@@ -4,6 +4,8 @@ A pool that searches for a free block, a hash that reads the whole prefix for ev
 copies everything together: all of them return what they should.
 """
 
+import inspect
+import re
 import sys
 import tracemalloc
 from collections import Counter, deque
@@ -133,6 +135,29 @@ def bytes_kept(call: Callable[[], Any]) -> int:
     finally:
         if not began:
             tracemalloc.stop()
+
+
+def written_in(function: Callable) -> tuple[set[str], set[int]]:
+    """Short texts and whole numbers that stand in a function, and in the functions and constants of its module that it
+    names. Of a text to format, the parts between its fields."""
+    function = inspect.unwrap(function)
+    known = getattr(function, "__globals__", {})
+    left, seen, texts, numbers = [getattr(function, "__code__", None)], set(), set(), set()
+    while left:
+        each = left.pop()
+        if inspect.isfunction(each) and each.__globals__ is known:
+            each = each.__code__
+        if inspect.iscode(each) and each not in seen:
+            seen.add(each)
+            left += [*each.co_consts, *(known[name] for name in each.co_names if name in known)]
+        elif isinstance(each, tuple):
+            left += each
+        elif isinstance(each, (str, bytes)) and len(each) < 40:
+            text = each.decode("latin1") if isinstance(each, bytes) else each
+            texts.update(part for part in re.split(r"%[sr]|\{[^}]*\}", text) if part)
+        elif isinstance(each, int):
+            numbers.add(each)
+    return texts, numbers
 
 
 class Read(Sequence):
