@@ -7,12 +7,13 @@ Attention over blocks: `checks_attention.py`. Keys and hits: `checks_prefix.py`.
 import random
 from collections import Counter
 from collections.abc import Callable
+from operator import index
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab13_paged_attention import formulas as predict
-from course.lab13_paged_attention.paging import steps_of
+from course.lab13_paged_attention.paging import counts_of, steps_of
 
 ANSWERS = answers_of("13_paged_attention")
 
@@ -35,20 +36,20 @@ def check_slot_mapping(learner: Callable) -> Receipt:
 
 
 def _mapped(learner: Callable, block_size: int) -> Receipt:
-    lengths = [random.randint(block_size + 1, 4 * block_size) for _ in range(3)]
+    lengths = [3 * block_size + 1, *(random.randint(block_size + 1, 4 * block_size) for _ in range(2))]
     ids = random.sample(range(1, 40), sum(predict.blocks_for(n, block_size) for n in lengths))
     memory: dict[int, tuple[int, int]] = {}
     tables = []
     for sequence, length in enumerate(lengths):
         table = [ids.pop() for _ in range(predict.blocks_for(length, block_size))]
         tables.append(table)
-        pieces = _pieces(length, block_size)  # as a prompt comes
+        pieces = _pieces(length, block_size, last=sequence == 0)  # as a prompt comes
         slots = [learner(list(table), start, count, block_size) for start, count in pieces]
         slots = _judged_slots(slots, table, pieces, block_size)
         for position, slot in enumerate(slot for piece in slots for slot in piece):
             if slot in memory:
                 raise CheckFailed(f"slot {slot} was given to two tokens: {memory[slot]} and {sequence, position}")
-            memory[int(slot)] = (sequence, position)
+            memory[slot] = (sequence, position)
     read = [
         [memory[table[p // block_size] * block_size + p % block_size] for p in range(n)]
         for table, n in zip(tables, lengths, strict=True)
@@ -66,11 +67,12 @@ def _mapped(learner: Callable, block_size: int) -> Receipt:
     )
 
 
-def _pieces(length: int, block_size: int) -> list[tuple[int, int]]:
-    """(start, count) of pieces of up to a block's length that make up a sequence."""
+def _pieces(length: int, block_size: int, last: bool) -> list[tuple[int, int]]:
+    """(start, count) of pieces of up to a block's length that make up a sequence. last: the second is all the rest."""
     pieces, start = [], 0
     while start < length:
-        pieces.append((start, min(random.randint(1, block_size), length - start)))
+        most = length if last and pieces else random.randint(1, block_size)
+        pieces.append((start, min(most, length - start)))
         start += pieces[-1][1]
     return pieces
 
@@ -78,9 +80,10 @@ def _pieces(length: int, block_size: int) -> list[tuple[int, int]]:
 def _judged_slots(slots: list, table: list[int], pieces: list[tuple[int, int]], block_size: int) -> list[list[int]]:
     """The slots as lists: an array or a generator will do. CheckFailed if one is wrong."""
     try:
-        slots = [[int(slot) for slot in found] for found in slots]
+        slots = [[index(slot) for slot in found] for found in slots]
     except TypeError:
-        raise CheckFailed(f"you returned {slots[0]!r}; the exercise asks for a list of slots, one per token") from None
+        said = f"you returned {slots[0]!r}; the exercise asks for a list of slots, one whole number per token"
+        raise CheckFailed(said) from None
     for found, (start, count) in zip(slots, pieces, strict=True):
         expected = ANSWERS.slot_mapping(table, start, count, block_size)
         if found != expected:
@@ -115,7 +118,7 @@ def check_pool(learner: Callable) -> Receipt:
         if large > 2 * small:
             raise CheckFailed(
                 f"right, but it searches: with {state}, 20 allocations and releases take {small:,} steps in a pool of "
-                f"64 blocks and {large:,} in one of 4,096 (lines run, list entries walked over). Keep the free blocks "
+                f"64 blocks and {large:,} in one of 4,096 (lines run, entries walked over). Keep the free blocks "
                 "in a list, take from its end and put back there: `in`, pop(0), insert, slices, copies walk over all",
                 rows,
             )
@@ -129,19 +132,19 @@ def _judge_refusals(learner: Callable) -> None:
     blocks = [pool.allocate() for _ in range(3)]
     if sorted(blocks) != [0, 1, 2]:
         raise CheckFailed(f"three allocations from 3 blocks gave {blocks}: each of 0, 1, 2 once, please")
-    if (counts := _counts(pool, 3)) != [1, 1, 1]:
+    if (counts := counts_of(pool, 3)) != [1, 1, 1]:
         raise CheckFailed(f"after three allocations references[b] is {counts} for b = 0, 1, 2: each has one holder")
     _expect(RuntimeError, pool.allocate, "allocate from a pool with no free block")
     pool.release(blocks[0])
     _expect(ValueError, lambda: pool.release(blocks[0]), "release a block twice: two tables would get it")
-    if (counts := _counts(pool, 3)) != [int(block != blocks[0]) for block in range(3)]:
+    if (counts := counts_of(pool, 3)) != [int(block != blocks[0]) for block in range(3)]:
         raise CheckFailed(f"after a refused release references[b] is {counts}: a refusal changes nothing")
     _expect(ValueError, lambda: pool.share(blocks[0]), "share a free block: it holds no sequence's keys")
     others = sorted(other.allocate() for _ in range(7))
-    if others != list(range(7)) or _counts(pool, 3) != [int(block != blocks[0]) for block in range(3)]:
+    if others != list(range(7)) or counts_of(pool, 3) != [int(block != blocks[0]) for block in range(3)]:
         raise CheckFailed(
-            f"a second pool, of 7 blocks, gave out {others}, and references of the first are {_counts(pool, 3)}: each "
-            "pool needs a list of its own (self.references, self.free), made in __init__"
+            f"a second pool, of 7 blocks, gave out {others}, and references of the first are {counts_of(pool, 3)}: "
+            "each pool needs a list of its own (self.references, self.free), made in __init__"
         )
 
 
@@ -181,24 +184,12 @@ def _play(learner: Callable, num_blocks: int, turns: int) -> tuple[int, int, int
         operations += 1
         paper = Counter(held)
         expected = [paper[b] for b in range(num_blocks)]
-        if (counts := _counts(pool, num_blocks)) != expected:
+        if (counts := counts_of(pool, num_blocks)) != expected:
             raise CheckFailed(f"after {move} of block {block} references[b] is {counts} by block, not {expected}")
         most = max(most, *expected)
     for _ in range(num_blocks - len(set(held))):
         held.append(pool.allocate())
     return most, operations, num_blocks - len(set(held))
-
-
-def _counts(pool, num_blocks: int) -> list[int]:
-    """references[b] of every block: a list, a Counter, an array or a tensor will do."""
-    try:
-        return [int(pool.references[block]) for block in range(num_blocks)]
-    except (KeyError, IndexError) as error:
-        raise CheckFailed(
-            f"references[{error}] does not exist: it must say 0 for a block without a holder"
-            if isinstance(error, KeyError)
-            else f"references must have a count for each of the {num_blocks} blocks"
-        ) from None
 
 
 def _steps(learner: Callable, size: int, free: int | None) -> int:

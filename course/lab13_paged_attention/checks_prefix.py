@@ -1,5 +1,6 @@
 """Lab 13's prefixes: a key for every full block, and a hit that is compared."""
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -10,13 +11,14 @@ from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab13_paged_attention import formulas as predict
-from course.lab13_paged_attention.paging import Read
+from course.lab13_paged_attention.paging import Read, written_in
 from course.shared.diagnose import expect_list
 
 ANSWERS = answers_of("13_paged_attention")
 
 
 SEPARATORS = ("", "|", ":", ",", "/", "-", "_", ";", " ", "#", ".", "+", "=", "\0", "\n")  # put between two names
+BASES = {1, 2, 3, 31, 33, 37, 53, 131, 257}  # of a polynomial of the ids
 LABELS = ("", "{name}", "{name}=", "{name}:", "{letter}", "{letter}=", "{letter}:", "+", "0", "1")  # before the second
 
 
@@ -44,7 +46,7 @@ class Entry(NamedTuple):
 )
 def check_block_keys(learner: Callable) -> Receipt:
     size, pairs = 4, 0
-    for a, b, common, why in _pairs(size):
+    for a, b, common, why in _pairs(size, *written_in(learner)):
         keys = [learner(list(tokens), size, **options) for tokens, options in (a, b)]
         for found, (tokens, _) in zip(keys, (a, b), strict=True):
             _judge_count(found, len(tokens), size)
@@ -54,18 +56,24 @@ def check_block_keys(learner: Callable) -> Receipt:
             at = next(i for i, pair in enumerate(zip(same, wanted, strict=True)) if pair[0] != pair[1])
             raise CheckFailed(f"block {at} of {_say(a)} and of {_say(b)} {_wrong(same[at])}: {why}")
         pairs += 1
-    size = random.choice((3, 5, 6, 7, 9))
-    tokens = Read([random.randrange(32_000) for _ in range(64 * size)])
-    bits = _bits(learner(tokens, size))
-    if bits < 63:  # a hash of Python has 63 and a sign
-        chance = predict.collision_chance(100_000, bits)
+    block = [random.randrange(32_000) for _ in range(size)]
+    if (known := len({learner([*divmod(first, 50), 7, 7, *block], size)[1] for first in range(2500)})) < 2500:
         raise CheckFailed(
-            f"right here, but these keys have {bits} bits: among 100,000 blocks two have the same key with a chance of "
-            f"{chance:.0%}. Use a hash of 64 bits at least; 256, as of sha256, cannot be attacked either"
+            f"after 2,500 different first blocks the same second block has {known:,} different keys: all of the key of "
+            "the block before goes into the hash"
         )
-    if tokens.reads > 2 * len(tokens):
+    size = random.choice((3, 5, 6, 7, 9))
+    tokens = Read([random.randrange(32_000) for _ in range(256 * size)])
+    bits = _bits(learner(tokens, size))
+    if bits < 62:  # a hash of Python has 63 and a sign
+        chance = predict.collision_chance(10**9, bits)
         raise CheckFailed(
-            f"right, but for {len(tokens)} tokens it reads {tokens.reads:,}: all before again for every block. "
+            f"right here, but these keys have {bits:.0f} bits: among a billion blocks two have the same key with a "
+            f"chance of {chance:.0%}. Use a hash of 64 bits at least; 256, as of sha256, cannot be attacked either"
+        )
+    if (reads := max(tokens.reads, tokens.written)) > 2 * len(tokens):
+        raise CheckFailed(
+            f"right, but for {len(tokens)} tokens it reads {reads:,}: all before again for every block. "
             "The key of the block before already stands for all of it"
         )
     longer = [7] * (len(tokens) + size - 1)
@@ -73,14 +81,15 @@ def check_block_keys(learner: Callable) -> Receipt:
         "your keys",
         [
             row("pairs of token rows told apart, or not, as they should be", None, pairs),
-            row(f"keys of {len(longer)} tokens: full blocks only", 64, len(learner(longer, size))),
-            row(f"tokens read for {len(tokens)} tokens: each once", len(tokens), tokens.reads, tolerance=1.0),
+            row(f"keys of {len(longer)} tokens: full blocks only", 256, len(learner(longer, size))),
+            row(f"tokens read for {len(tokens)} tokens: each once", len(tokens), reads, tolerance=1.0),
         ],
     )
 
 
-def _pairs(size: int):
-    """((tokens, options), (tokens, options), blocks that share a key, the lesson)."""
+def _pairs(size: int, texts: set[str], numbers: set[int]):
+    """((tokens, options), (tokens, options), blocks that share a key, the lesson). texts, numbers: those in the answer,
+    which it may put between two names, and multiply ids by."""
     draw = lambda n, low=300, high=32_000: [random.randrange(low, high) for _ in range(n)]  # noqa: E731
     a, b, c = draw(size), draw(size), draw(size)
     yield (a + b + c, {}), (a + b + c, {}), 3, "the same tokens must give the same key"
@@ -102,8 +111,13 @@ def _pairs(size: int):
     yield (ordered, {}), (ordered[::-1], {}), 0, "the order of the tokens in a block counts"
     other = [t + (1 << 16) for t in a]
     yield (a, {}), (other, {}), 0, f"token {a[0]} is not token {other[0]}: hash whole ids, not their last two bytes"
-    digits = [1, 23, 4, 56], [12, 3, 45, 6]
-    yield (digits[0], {}), (digits[1], {}), 0, "digits run together: separate the ids, or give each its own bytes"
+    for base, (digits, cut) in product((10, 16), (("123", 1), ("123415678", 4), ("12345167890", 5))):
+        one, other = ([int(digits[:at], base), int(digits[at:], base), 5, 6] for at in (cut, cut + 1))
+        yield (one, {}), (other, {}), 0, "digits run together: separate the ids, or give each its own bytes"
+    for base in sorted(BASES.union(n for n in numbers if 0 < n < 2**20)):
+        for one, other in (([a[0], a[1] + base], [a[0] + 1, a[1]]), ([a[0] + base, a[1]], [a[0], a[1] + 1])):
+            why = f"h·{base} + t lets one id make up for another (and anybody can construct such prompts): use a hash"
+            yield (one + a[2:], {}), (other + a[2:], {}), 0, why
     yield (a + b, {"adapter": "x"}), (a + b, {}), 0, "an adapter changes the weights, so the keys and values"
     yield (a + b, {"adapter": "x"}), (a + b, {"adapter": "y"}), 0, "another adapter, other keys and values"
     yield (a + b, {"salt": "x"}), (a + b, {"salt": "y"}), 0, "tenants with different salts must not share"
@@ -117,9 +131,9 @@ def _pairs(size: int):
     yield (a + b, {"adapter": "x", "salt": "s"}), (a + b, {"adapter": "x", "salt": "s"}), 2, "both equal: share"
     apart = "where the adapter ends and the salt begins is lost when the two are joined as text: hash the pair"
     yield (a, {"adapter": "xy", "salt": "z"}), (a, {"adapter": "x", "salt": "yz"}), 0, apart
-    for first, second, between in _joins():
-        yield (a, {first: f"x{between}y", second: "z"}), (a, {first: "x", second: f"y{between}z"}), 0, apart
-        yield (a, {first: f"x{between}y"}), (a, {first: "x", second: "y"}), 0, apart
+    for first, second, sign in _joins({"adapter", "salt", *texts}):
+        yield (a, {first: f"x{sign}y", second: "z"}), (a, {first: "x", second: f"y{sign}z"}), 0, apart
+        yield (a, {first: f"x{sign}y"}), (a, {first: "x", second: "y"}), 0, apart
     for name in ("adapter", "salt"):
         why = (
             f"{name}='None' is a name that a customer may choose, and must not be the same as no {name}: hash its repr"
@@ -128,22 +142,29 @@ def _pairs(size: int):
         yield (a, {name: ""}), (a, {}), 0, f"{name}='' is a name, too, and another one than no {name}"
 
 
-def _joins() -> Iterator[tuple[str, str, str]]:
-    """(a name, the name behind it, what an answer may have put between the two): a customer may choose a name with
-    exactly that in it."""
+def _joins(texts: set[str]) -> Iterator[tuple[str, str, str]]:
+    """(a name, the name behind it, what an answer may have put between the two, up to three of the texts in it among
+    them): a customer may choose a name with exactly that in it."""
+    short = sorted(texts, key=lambda text: (len(text), text))[:10]
     for first, second in (("adapter", "salt"), ("salt", "adapter")):
+        for count in (1, 2, 3):
+            yield from ((first, second, "".join(parts)) for parts in product(short, repeat=count))
         labels = {label.format(name=name, letter=name[0]) for label in LABELS for name in (second, second.capitalize())}
         for sign, times, label in product(SEPARATORS, (1, 2), sorted(labels)):
             if between := sign * times + label:
                 yield first, second, between
 
 
-def _bits(keys: Any) -> int:
+def _bits(keys: Any) -> float:
     """Bits in which the keys differ at most; 64 where that cannot be seen."""
     if all(isinstance(key, Integral) for key in keys):
         return max(int(key).bit_length() for key in keys)
-    if all(isinstance(key, (bytes, str)) for key in keys):
-        return max(len(key) * (8 if isinstance(key, bytes) else 4) for key in keys)  # text: hexadecimal digits
+    if all(isinstance(key, tuple) for key in keys) and len({len(key) for key in keys}) == 1:
+        return sum(map(_bits, zip(*keys, strict=True)))
+    if all(isinstance(key, bytes) for key in keys):
+        keys = ["".join(f"{byte:08b}" for byte in key) for key in keys]
+    if all(isinstance(key, str) for key in keys):
+        return sum(math.log2(len(set(place))) for place in zip(*keys, strict=False))  # different signs at each place
     return 64
 
 
@@ -184,7 +205,7 @@ def check_find_prefix(learner: Callable) -> Receipt:
     draw = lambda: tuple(random.randrange(32_000) for _ in range(size))  # noqa: E731
     a, c, x = (draw() for _ in range(3))
     b = tuple(random.sample(range(32_000), size))  # different tokens, so that another order of them is another block
-    turned, same_end = b[::-1], (*x[:-1], b[-1])
+    turned, others = b[::-1], [(*b[:place], b[place] + 1, *b[place + 1 :]) for place in range(size)]
     ids = [0, *random.sample(range(1, 50), 7)]  # block 0 is a block like any other
     chain = {"a": Entry(ids[0], a, None), "ab": Entry(ids[1], b, ids[0]), "abc": Entry(ids[2], c, ids[1])}
     tail, cases = [1, 2], 0
@@ -213,12 +234,15 @@ def check_find_prefix(learner: Callable) -> Receipt:
             ids[:1],
             "the entry holds your tokens in another order: compare them one by one, as they stand",
         ),
-        (
-            [*a, *same_end, *tail],
-            ["a", "ab"],
-            chain,
-            ids[:1],
-            "the entry's last token is yours and the others are not: compare all of them",
+        *(
+            (
+                [*a, *other, *tail],
+                ["a", "ab"],
+                chain,
+                ids[:1],
+                f"of the entry's tokens only number {place} is not yours: compare all of them",
+            )
+            for place, other in enumerate(others)
         ),
         (
             [*x, *b, *tail],

@@ -9,7 +9,7 @@ from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Row, row
 from course.lab13_paged_attention import formulas as predict
-from course.lab13_paged_attention.paging import Contents
+from course.lab13_paged_attention.paging import Contents, counts_of
 
 ANSWERS = answers_of("13_paged_attention")
 
@@ -29,8 +29,8 @@ ANSWERS = answers_of("13_paged_attention")
 )
 def check_copy_on_write(learner: Callable) -> list[Row]:
     rows: list[Row] = []
-    sizes = random.sample(range(3, 9), 5)
-    cases = ((2, 1, 3, 4), (2, 0, 3, 4), (1, -1, 2, 1), (3, 2, 1, 3))
+    sizes = random.sample(range(3, 9), 6)
+    cases = ((2, 1, 3, 4), (2, 0, 3, 4), (1, -1, 2, 1), (3, 2, 1, 3), (0, 0, 2, 4))  # the last has no prompt
     for size, (full, more, samples, answer) in zip(sizes, cases, strict=False):
         rows += _fork_and_write(learner, full * size + more, samples, answer, size)
     rows += _fork_and_write(learner, 2 * sizes[-1], 3, 2, sizes[-1], reserved=True)
@@ -141,7 +141,9 @@ def _judge_chain_order(learner: Callable) -> str:
             pool.cache_block(block, (name, index))
     for name in ("old", "new"):
         pool.release(list(chains[name]))
-    if any(pool.references) or len(pool.idle) != 6:
+    if any(counts := counts_of(pool, 6)):
+        raise CheckFailed(f"two sequences that shared nothing have left, and references is {counts}: one less for each")
+    if len(pool.idle) != 6:
         raise CheckFailed(
             f"two sequences with 6 cached blocks have left, and idle holds {len(pool.idle)} of them: keep what can "
             "still be found"
@@ -193,58 +195,72 @@ def _judge_twins(learner: Callable) -> None:
 
 
 def _judge_random_cache(learner: Callable) -> int:
-    """Random sequences against a model; returns evictions."""
-    total = random.randint(4, 7)
+    """Random sequences against a model; returns evictions. A sequence begins with blocks of an earlier one if they are
+    still found, then come its own: cached ones, and at the end some that are not."""
+    total = random.randint(6, 10)
     pool, paper, tables, cached, evicted = learner(total), Counter(), [], OrderedDict(), 0
     found_by: dict[int, int] = {}  # block -> key of all that can be found
-    for turn in range(60):
-        if random.random() < 0.5 and total - len(+paper) >= 1:
-            block = pool.allocate()
-            if paper[block]:
-                raise CheckFailed(f"allocate gave away block {block}, which {paper[block]} tables hold")
-            if block in cached:
-                oldest = next(iter(cached))
-                unused = total - len(+paper) - len(cached)
-                if unused:
-                    raise CheckFailed(f"cached block {block} was evicted although {unused} blocks are free")
-                if block != oldest:
-                    raise CheckFailed(f"block {block} was evicted, but {oldest} was unused for longest")
-                del cached[block], found_by[block]
-                evicted += 1
-            paper[block] += 1
-            tables.append([block])
-            _judge_keys(pool, found_by, f"after block {block} was given out")
-            if random.random() < 0.7:
-                key = random.choice([*found_by.values(), turn]) if random.random() < 0.3 else turn
-                pool.cache_block(block, key)
-                if key not in found_by.values():
-                    found_by[block] = key
-        elif random.random() < 0.4 and pool.block_of:
-            key, block = random.choice(list(pool.block_of.items()))
-            if block not in cached and not paper[block]:
-                raise CheckFailed(f"key {key} leads to block {block}, which is free")
-            pool.share(block)
-            cached.pop(block, None)
-            paper[block] += 1
-            tables.append([block])
-        elif tables:
+    histories: list[list[int]] = [[]]  # the keys of each sequence so far, in its order
+    for _ in range(60):
+        if tables and random.random() < 0.45:
             blocks = tables.pop(random.randrange(len(tables)))
             pool.release(list(blocks))
             for block in reversed(blocks):
                 paper[block] -= 1
                 if not paper[block] and block in found_by:
                     cached[block] = None
-        _judge_keys(pool, found_by, "after a hit or a release")
-        if list(pool.references) != [paper[b] for b in range(total)]:
-            raise CheckFailed(f"references is {list(pool.references)}, not {[paper[b] for b in range(total)]}")
-        if list(pool.idle) != list(cached):
-            raise CheckFailed(f"idle is {list(pool.idle)}, not {list(cached)} (longest unused first)")
-        if len(pool.free) + len(pool.idle) + len(+paper) != total:
-            raise CheckFailed(
-                f"{len(pool.free)} free + {len(pool.idle)} idle + {len(+paper)} held are not {total}: a block is "
-                "counted twice, or lost"
-            )
+            _judge_state(pool, paper, cached, found_by, total, f"a sequence let go of {blocks}")
+            continue
+        table, keys = [], []
+        for key in random.choice(histories):
+            if key in keys or key not in found_by.values():
+                break
+            table.append(pool.block_of[key])
+            keys.append(key)
+            pool.share(table[-1])
+            cached.pop(table[-1], None)
+            paper[table[-1]] += 1
+            _judge_state(pool, paper, cached, found_by, total, f"a hit on block {table[-1]}")
+        own = min(random.randint(1, 4), total - len(+paper))
+        unfilled = random.randint(0, 2)
+        for index in range(own):
+            block = pool.allocate()
+            if paper[block]:
+                raise CheckFailed(f"allocate gave away block {block}, which {paper[block]} tables hold")
+            if block in cached:
+                unused = total - len(+paper) - len(cached)
+                if unused:
+                    raise CheckFailed(f"cached block {block} was evicted although {unused} blocks are free")
+                if block != (oldest := next(iter(cached))):
+                    raise CheckFailed(f"block {block} was evicted, but {oldest} was unused for longest")
+                del cached[block], found_by[block]
+                evicted += 1
+            paper[block] += 1
+            table.append(block)
+            _judge_keys(pool, found_by, f"after block {block} was given out")
+            if index < own - unfilled:
+                twin = random.choice([0, *found_by.values()]) if random.random() < 0.2 else 0
+                keys.append(twin if twin and twin not in keys else random.getrandbits(60))
+                pool.cache_block(block, keys[-1])
+                if keys[-1] not in found_by.values():
+                    found_by[block] = keys[-1]
+        tables.append(table)
+        histories.append(keys)
     return evicted
+
+
+def _judge_state(pool, paper: Counter, cached: OrderedDict, found_by: dict[int, int], total: int, what: str) -> None:
+    """CheckFailed unless the pool is as the model says."""
+    _judge_keys(pool, found_by, "after a hit or a release")
+    if (counts := counts_of(pool, total)) != [paper[b] for b in range(total)]:
+        raise CheckFailed(f"{what}: references is {counts}, not {[paper[b] for b in range(total)]}")
+    if list(pool.idle) != list(cached):
+        raise CheckFailed(f"{what}: idle is {list(pool.idle)}, not {list(cached)} (longest unused first)")
+    if len(pool.free) + len(pool.idle) + len(+paper) != total:
+        raise CheckFailed(
+            f"{what}: {len(pool.free)} free + {len(pool.idle)} idle + {len(+paper)} held are not {total}: a block is "
+            "counted twice, or lost"
+        )
 
 
 def _judge_keys(pool, found_by: dict[int, int], when: str) -> None:

@@ -1,8 +1,5 @@
-"""Spoilers of lab 13, slots, pools and attention: wrong answers that people write, and right ones that look
-different."""
+"""Spoilers of lab 13, slots and pools: wrong answers that people write, and right ones that look different."""
 
-import functools
-import math
 from collections import Counter, deque
 
 import torch
@@ -42,6 +39,16 @@ slot_mapping.mistake(
     says="The piece ends before position start + count; you stop at position `count`.",
 )
 slot_mapping.mistake(
+    "a piece in two blocks at most",
+    {"table[p // block_size]": "table[min(p // block_size, start // block_size + 1)]"},
+    says="A piece may lie in more than two blocks, as a long prompt does: look each position's block up in the table.",
+)
+slot_mapping.mistake(
+    "slots as floating-point numbers",
+    {"[p // block_size] * block_size": "[p // block_size] * float(block_size)"},
+    expect="one whole number per token",
+)
+slot_mapping.mistake(
     "the place in the block counted from the piece's beginning",
     {"p % block_size": "(p - start) % block_size"},
     says="The place in a block is that of the position in the whole sequence, p % block_size, not of the place in the "
@@ -78,6 +85,15 @@ block_pool.mistake(
 block_pool.mistake(
     "searches with a built-in",
     {"not self.free": "min(self.references)", "self.free.pop()": "self.references.index(0)"},
+    expect="it searches",
+)
+block_pool.mistake(
+    "searches a dictionary's values",
+    {
+        "[0] * num_blocks": "dict.fromkeys(range(num_blocks), 0)",
+        "not self.free": "min(self.references.values())",
+        "self.free.pop()": "list(self.references.values()).index(0)",
+    },
     expect="it searches",
 )
 block_pool.mistake(
@@ -151,6 +167,8 @@ class FirstFreed(right.Pool):
 
 @block_pool.alternative("free blocks linked through an array")
 class Linked:
+    __slots__ = ("after", "first", "references")
+
     def __init__(self, num_blocks):
         self.references = [0] * num_blocks
         self.after, self.first = [*range(1, num_blocks), None], 0
@@ -173,136 +191,3 @@ class Linked:
         self.references[block] -= 1
         if not self.references[block]:
             self.after[block], self.first = self.first, block
-
-
-# Attention over blocks.
-
-paged_attention = KnownAnswers("paged-attention")
-
-paged_attention.mistake(
-    "keeps sums under an old maximum as they are",
-    {"total * shrink": "total", "weighted * shrink": "weighted"},
-    says="When a block raises the maximum, multiply both sums by exp(old - new) before you add to them.",
-)
-
-
-@paged_attention.mistake(
-    "averages the softmaxes of the blocks",
-    says="This is the average of the blocks' own softmaxes. Keep both sums over all blocks and divide once.",
-)
-def average_of_blocks(q, k_pool, v_pool, table, context):
-    size = k_pool.shape[1]
-    filled = [min(size, context - index * size) for index in range(-(-context // size))]
-    parts = [right.paged_attention(q, k_pool, v_pool, table[i : i + 1], n) for i, n in enumerate(filled)]
-    return torch.stack(parts).mean(0)
-
-
-paged_attention.mistake("a maximum that begins at 0", {'float("-inf")': "0.0"}, expect="begin at -inf")
-paged_attention.mistake(
-    "one maximum for all heads", {"scores.amax(-1, keepdim=True)": "scores.max()"}, expect="a maximum of its own"
-)
-paged_attention.mistake(
-    "only the sum shrinks",
-    {"weighted * shrink": "weighted"},
-    says="Both sums stand under the old maximum: shrink the weighted values, too, not the sum of weights alone.",
-)
-paged_attention.mistake(
-    "only the values shrink",
-    {"total * shrink": "total"},
-    says="Both sums stand under the old maximum: shrink the sum of weights, too, not the weighted values alone.",
-)
-paged_attention.mistake(
-    "never divides",
-    {"(weighted / total)": "weighted"},
-    says="These are weighted values: divide by the sum of the weights at the end.",
-)
-paged_attention.mistake(
-    "reads the unused slots of the last block",
-    {"min(block_size, context - index * block_size)": "block_size"},
-    expect="read filled slots only",
-)
-paged_attention.mistake(
-    "goes through all blocks of the table",
-    {"range(-(-context // block_size))": "range(len(table))"},
-    expect="more blocks than",
-)
-paged_attention.mistake(
-    "forgets the root of head_dim",
-    {" / math.sqrt(head_dim)": ""},
-    says="Every score is √head_dim times too large: divide the query by √head_dim.",
-)
-paged_attention.mistake(
-    "reads block i for logical block i",
-    {"k_pool[table[index]": "k_pool[index", "v_pool[table[index]": "v_pool[index"},
-    expect="not finite",
-)
-paged_attention.mistake(
-    "deals the query heads out to the kv heads in turn",
-    {
-        "q.view(kv_heads, heads // kv_heads, head_dim)": "q.view(-1, kv_heads, head_dim).transpose(0, 1)",
-        "(weighted / total)": "(weighted / total).transpose(0, 1)",
-    },
-    says="Query heads meet the wrong kv heads: heads 0 to group-1 share kv head 0, the next group kv head 1.",
-)
-
-
-@paged_attention.mistake("puts all blocks together first", expect="Do not put the blocks together")
-def gathers_all(q, k_pool, v_pool, table, context):
-    keys, values = (pool[table].flatten(0, 1)[:context] for pool in (k_pool, v_pool))
-    group = q.shape[0] // keys.shape[1]
-    keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
-    weights = torch.softmax(torch.einsum("hd,khd->hk", q, keys) / math.sqrt(q.shape[1]), -1)
-    return torch.einsum("hk,khd->hd", weights, values)
-
-
-@paged_attention.mistake("keeps all scores, block by block", expect="kept for a second pass")
-def keeps_scores(q, k_pool, v_pool, table, context):
-    heads, head_dim = q.shape
-    _, size, kv_heads, _ = k_pool.shape
-    rows = q.view(kv_heads, -1, head_dim) / math.sqrt(head_dim)
-    used = table[: -(-context // size)]
-    ends = [(block, min(size, context - index * size)) for index, block in enumerate(used)]
-    scores = [torch.einsum("hgd,khd->hgk", rows, k_pool[block, :filled]) for block, filled in ends]
-    largest = functools.reduce(torch.maximum, (part.amax(-1, keepdim=True) for part in scores))
-    total, weighted = 0, 0
-    for part, (block, filled) in zip(scores, ends, strict=True):
-        weights = (part - largest).exp()
-        total = total + weights.sum(-1, keepdim=True)
-        weighted = weighted + torch.einsum("hgk,khd->hgd", weights, v_pool[block, :filled])
-    return (weighted / total).reshape(heads, head_dim)
-
-
-@paged_attention.alternative("joins blocks by their log-sum-exp, from the last to the first")
-def by_logsumexp(q, k_pool, v_pool, table, context):
-    heads, head_dim = q.shape
-    _, size, kv_heads, _ = k_pool.shape
-    rows = q.view(kv_heads, -1, head_dim) / math.sqrt(head_dim)
-    y, known = torch.zeros_like(rows), rows.new_full((*rows.shape[:2], 1), float("-inf"))
-    for index in reversed(range(-(-context // size))):
-        filled = min(size, context - index * size)
-        scores = torch.einsum("hgd,khd->hgk", rows, k_pool[table[index], :filled])
-        mine = scores.logsumexp(-1, keepdim=True)
-        part = torch.einsum("hgk,khd->hgd", (scores - mine).exp(), v_pool[table[index], :filled])
-        both = torch.logaddexp(known, mine)
-        y, known = y * (known - both).exp() + part * (mine - both).exp(), both
-    return y.reshape(heads, head_dim)
-
-
-@paged_attention.alternative("two passes: the maximum first, head by head")
-def two_passes(q, k_pool, v_pool, table, context):
-    heads, head_dim = q.shape
-    _, size, kv_heads, _ = k_pool.shape
-    out = []
-    for head in range(heads):
-        kv = head // (heads // kv_heads)
-        pieces = [
-            (k_pool[table[i], : context - i * size, kv], v_pool[table[i], : context - i * size, kv])
-            for i in range(-(-context // size))
-        ]
-        largest = max(float((k @ q[head]).max()) for k, _ in pieces) / math.sqrt(head_dim)
-        total, weighted = 0.0, 0.0
-        for keys, values in pieces:  # scores again: twice the work, but nothing is kept
-            weights = (keys @ q[head] / math.sqrt(head_dim) - largest).exp()
-            total, weighted = total + float(weights.sum()), weighted + weights @ values
-        out.append(weighted / total)
-    return torch.stack(out)

@@ -1,4 +1,4 @@
-"""Spoilers of lab 13's optional kernel: the answer with one thing changed, as text."""
+"""Spoilers of lab 13's optional kernel, as functions whose text can be read."""
 
 # ruff: noqa: F821 (tl is imported where the kernel runs)
 
@@ -52,6 +52,39 @@ def heads_in_turn(q, k_pool, v_pool, table, y, context, scale, GROUP, KV_HEADS, 
         at, filled = rows[:, None] * DIM + dims, first + places < context
         scores = tl.sum(tl.load(k_pool + at, mask=filled[:, None], other=0.0) * query, 1)
         weights = tl.exp(tl.where(filled, scores, float("-inf")))
+        total += tl.sum(weights, 0)
+        weighted += tl.sum(weights[:, None] * tl.load(v_pool + at, mask=filled[:, None], other=0.0), 0)
+    tl.store(y + head * DIM + dims, weighted / total)
+
+
+@triton_kernel.mistake("no maximum", expect="exp overflows")
+def no_maximum(q, k_pool, v_pool, table, y, context, scale, GROUP, KV_HEADS, SIZE, DIM):
+    head, dims, places = tl.program_id(0), tl.arange(0, DIM), tl.arange(0, SIZE)
+    query = tl.load(q + head * DIM + dims) * scale
+    total, weighted = 0.0, tl.zeros([DIM], tl.float32)
+    for first in range(0, context, SIZE):
+        rows = (tl.load(table + first // SIZE) * SIZE + places) * KV_HEADS + head // GROUP
+        at, filled = rows[:, None] * DIM + dims, first + places < context
+        scores = tl.sum(tl.load(k_pool + at, mask=filled[:, None], other=0.0) * query, 1)
+        weights = tl.where(filled, tl.exp(scores), 0.0)
+        total += tl.sum(weights, 0)
+        weighted += tl.sum(weights[:, None] * tl.load(v_pool + at, mask=filled[:, None], other=0.0), 0)
+    tl.store(y + head * DIM + dims, weighted / total)
+
+
+@triton_kernel.mistake(
+    "scale is not used",
+    says="Scores are multiplied by the argument `scale`, which its caller chooses; 1/√DIM is only the usual one.",
+)
+def own_scale(q, k_pool, v_pool, table, y, context, scale, GROUP, KV_HEADS, SIZE, DIM):
+    head, dims, places = tl.program_id(0), tl.arange(0, DIM), tl.arange(0, SIZE)
+    query = tl.load(q + head * DIM + dims) / DIM**0.5
+    total, weighted = 0.0, tl.zeros([DIM], tl.float32)
+    for first in range(0, context, SIZE):
+        rows = (tl.load(table + first // SIZE) * SIZE + places) * KV_HEADS + head // GROUP
+        at, filled = rows[:, None] * DIM + dims, first + places < context
+        scores = tl.sum(tl.load(k_pool + at, mask=filled[:, None], other=0.0) * query, 1)
+        weights = tl.where(filled, tl.exp(scores), 0.0)
         total += tl.sum(weights, 0)
         weighted += tl.sum(weights[:, None] * tl.load(v_pool + at, mask=filled[:, None], other=0.0), 0)
     tl.store(y + head * DIM + dims, weighted / total)

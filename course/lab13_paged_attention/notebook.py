@@ -103,7 +103,7 @@ sliders(figures.tables_and_memory, a=(1, 16), b=(1, 16), c=(1, 16), block_size=[
 
 # %%
 def slot_mapping(table, start, count, block_size):
-    """Slots of the `count` tokens from position `start` on, a list.
+    """Slots of the `count` tokens from position `start` on, a list of integers.
     Block b's first slot is b·block_size."""
     # BEGIN SOLUTION
     positions = range(start, start + count)
@@ -118,8 +118,8 @@ slot_mapping = check("slot-mapping", slot_mapping)
 #
 # A block may be in several tables, so the pool keeps a *reference count*: how many tables hold it. A block is free
 # when the count is 0. Releasing a free block is a bug of the caller and must raise, or two tables would get the same
-# block. Each operation must cost the same however large the pool is (a real GPU has hundreds of thousands of blocks):
-# no search.
+# block. Each operation must cost the same however large the pool is (a real GPU has tens of thousands of blocks): no
+# search.
 
 
 # %%
@@ -171,7 +171,7 @@ Pool = check("block-pool", Pool)
 # v$. When a block raises $m$ to $m'$, multiply both sums by $e^{m-m'}$ ([Milakov and Gimelshein
 # 2018](https://arxiv.org/abs/1805.02867); the same idea carries lab 07's long contexts). Query heads `0 .. group-1`
 # share kv head 0, and so on. Memory must not grow with the context, so keep neither all scores nor all values, not
-# even in a list. The check fills every slot that does not belong to the sequence with NaN.
+# even in a list. The check fills all slots that do not belong to the sequence, with NaN or with other numbers.
 
 
 # %%
@@ -224,13 +224,13 @@ receipts.same_tokens_elsewhere()
 # Chain it: the key of a block is a hash of the key before it and of the block's tokens. The chain begins with what
 # else changes keys and values (an adapter: different weights for some requests) and with what must keep
 # tenants apart (a salt). Both are names that anybody may choose: `"x"`, `"x|y"`, `"None"`. No two different pairs may
-# give the same start, and a key has 64 bits at least.
+# give the same start, and a hash has 64 bits at least.
 
 
 # %%
 def block_keys(tokens, block_size, adapter=None, salt=None):
-    """-> a list of hashes, one per full block:
-    equal only if the block, all before it, adapter and salt are equal."""
+    """-> a list of keys, one per full block: equal only if the block, all before it, adapter and
+    salt are equal. Hashes, or what holds all of it and is compared, such as nested tuples."""
     # BEGIN SOLUTION
     parent, keys = hashlib.sha256(repr(("root", adapter, salt)).encode()).digest(), []
     for start in range(0, len(tokens) - block_size + 1, block_size):
@@ -282,9 +282,9 @@ find_prefix = check("find-prefix", find_prefix)
 
 # %%
 def prepare_write(table, position, pool, copy, block_size):
-    """Before the token at `position` (the table's last block, or the first place behind it) is
-    written: afterwards its block is held by this table alone. pool: as yours; copy(source, target)
-    copies keys and values of a block."""
+    """Before the token at `position` (the table's last block, or the first place behind it; an
+    empty table's first place is 0) is written: afterwards its block is held by this table alone.
+    pool: as yours; copy(source, target) copies keys and values of a block."""
     # BEGIN SOLUTION
     index = position // block_size
     if index == len(table):
@@ -386,8 +386,8 @@ receipts.waste(wasted, guess_reserved, guess_blocks)
 
 # %% [markdown]
 # Without sharing, this is all that paging gains: more sequences in the same memory, so a larger batch (lab 12). Where every
-# layer has a *sliding window*, blocks behind it are given back, too: a sequence holds no more than its window, however long
-# it gets.
+# layer has a *sliding window*, blocks behind it are given back, too: a sequence holds no more than its window and one
+# block, however long it gets.
 
 # %%
 receipts.windows()
@@ -422,7 +422,7 @@ receipts.saved_shares()
 # ## Watch: copy on write
 #
 # Three samples of a prompt of 22 tokens, blocks of 4. The prompt is computed once. Yellow blocks are held by all three;
-# numbers are logical places.
+# on the others, numbers are logical places.
 
 # %%
 show(figures.forks_before_and_after)
@@ -437,7 +437,7 @@ receipts.forks(figures.forks())
 # ## Watch: eviction
 #
 # Three users take turns; each turn sends everything said so far, and a little more. Move the time. No table holds the
-# pale blocks now, but they can still be found, until another user's turn needs the room. Then give the pool 40
+# pale blocks now, but full ones can still be found until another user's turn needs the room. Then give the pool 40
 # blocks.
 
 # %%
@@ -450,8 +450,8 @@ sliders(figures.evictions_over_time, num_blocks=[20, 24, 32, 40], step=(1, 108))
 receipts.chats(figures.chats(40), figures.chats(20))
 
 # %% [markdown]
-# With 20 blocks, users take turns and their contexts do not all fit, so LRU evicts each block just before it is
-# needed. Half of the blocks save far less than half of the work.
+# With 20 blocks, the growing contexts soon do not all fit. As users take turns, LRU then evicts nearly every block
+# before it is needed. Half of the blocks save far less than half of the work.
 #
 # ## Break it
 #
@@ -513,9 +513,9 @@ show(figures.by_block_size)
 receipts.block_sizes()
 
 # %% [markdown]
-# The right panel has two answers. Block by block, with Python work for each block, small blocks are expensive. Copied
-# together first, the block size hardly matters. A GPU kernel lies between the two: it wants a tile of keys in one piece,
-# and beyond that gains little. vLLM's default is 16, that of transformers 256.
+# In the right panel, small blocks are expensive block by block, with Python work for each. Copied together first, the
+# block size hardly matters. A GPU kernel lies between the two: it wants a tile of keys in one piece, and beyond that
+# gains little. vLLM's default is 16, that of transformers 256.
 #
 # Paging also loses where there is nothing to gain: one sequence of known length needs no table, and contiguous keys are
 # read several times faster than keys that are first copied together. A prefix cache gains nothing on prompts that never
@@ -539,10 +539,10 @@ print(inspect.getsource(blocks.Prefix))
 #
 # ### Exercise 8 · a kernel of your own (30 minutes, skip on a first reading)
 #
-# Kernels come from vendors, from compilers, and from you. Write exercise 3 in [Triton](https://triton-lang.org/main/getting-started/tutorials/index.html), one program per
+# Write exercise 3 in [Triton](https://triton-lang.org/main/getting-started/tutorials/index.html), one program per
 # query head. A program sees no tensors but addresses: `tl.load(q + offsets)` reads the numbers at these offsets from
 # the first one, `tl.store` writes. Offsets are tiles made of `tl.arange` (with a power of two); `mask=` leaves places
-# out. You need `tl.program_id(0)`, `tl.sum`, `tl.max(x, 0)`, `tl.maximum`, `tl.exp`, `tl.where` and `tl.zeros([DIM],
+# out, and `other=0.0` says what is read there. You need `tl.program_id(0)`, `tl.sum`, `tl.max(x, 0)`, `tl.maximum`, `tl.exp`, `tl.where` and `tl.zeros([DIM],
 # tl.float32)`. The check runs it in Triton's interpreter, which works without a GPU, and traces every load and store.
 
 
@@ -658,8 +658,8 @@ receipts.design_numbers()
 # latency target.
 #
 # B: Blocks of 16 hold 702 sequences of 600 tokens, blocks of 128 hold 667: 5 % fewer, and prefix hits are rounded
-# down to 128 tokens. A block of 128 is 16.8 MB. Instead, keep blocks of 16 and transfer several blocks per call, or
-# store the layers of one block next to each other.
+# down to 128 tokens. A block of 128 is 16.8 MB if its layers lie next to each other. Store blocks of 16 in this way,
+# and transfer eight per call.
 # </details>
 #
 # ### Capstone (open)

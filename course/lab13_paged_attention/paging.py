@@ -1,14 +1,20 @@
-"""What lab 13's checks look at besides values: steps taken, tokens read, tensors made, contents of blocks.
+"""What lab 13's checks look at besides values: steps taken, tokens read, memory, counts, contents of blocks.
 
 A pool that searches for a free block, a hash that reads the whole prefix for every block, an attention that first
 copies everything together: all of them return what they should.
 """
 
+import inspect
+import re
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import tracemalloc
+from collections import Counter, deque
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, Sized, ValuesView
 from typing import Any
 
+import numpy as np
+
+from course.kit.exercises import CheckFailed
 from course.shared import new_tensors
 from course.shared.new_tensors import NewTensors
 
@@ -17,13 +23,16 @@ WALKS = {  # methods that walk over the whole container; `in` and remove are qui
     deque: "__contains__ __reversed__ index remove count insert copy reverse",
     set: "__sub__ __rsub__ __and__ __or__ copy difference intersection union",
     dict: "copy",
+    Counter: "copy most_common",
 }
+SEARCHES = "find rfind index rindex count insert nonzero argmin argmax min max sum sort argsort tolist"
 
 
 def steps_of(owner: Any, call: Callable[[], Any]) -> int:
-    """Steps of call(): lines of Python, and entries of owner's lists, deques, sets and dictionaries walked over.
+    """Steps of call(): lines of Python, and entries of owner's containers and arrays walked over.
 
-    A container is put in place of each of them that counts. Tensors made meanwhile count with the size of the largest.
+    In place of each list, deque, set, dictionary and array one is put that counts; of all other containers, methods
+    that search count. Tensors made meanwhile count with the size of the largest.
     """
     steps = 0
 
@@ -37,17 +46,39 @@ def steps_of(owner: Any, call: Callable[[], Any]) -> int:
         walked(event == "line")
         return trace
 
-    for name, value in list(vars(owner).items()):
-        if type(value) in WALKS:
+    def profile(frame, event, function):
+        if event == "c_call" and function.__name__ in SEARCHES.split():
+            searched = function.__self__
+            if isinstance(searched, Sized) and getattr(searched, "ndim", 1):
+                walked(len(searched))
+
+    for name in (*getattr(owner, "__dict__", ()), *getattr(owner, "__slots__", ())):
+        value = getattr(owner, name, None)
+        if isinstance(value, np.ndarray):
+            setattr(owner, name, value.view(_counting_array(walked)))
+        elif type(value) in WALKS:
             setattr(owner, name, _counting(type(value), walked)(value))
-    before = sys.gettrace()
+    before = sys.gettrace(), sys.getprofile()
     sys.settrace(trace)
     try:
         with NewTensors() as made:
+            steps = 0
+            sys.setprofile(profile)
             call()
     finally:
-        sys.settrace(before)
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
     return steps + made.largest
+
+
+def _counting_array(walked: Callable[[int], None]) -> type:
+    """An array that reports the size of each array that is made from it."""
+
+    class CountingArray(np.ndarray):
+        def __array_finalize__(self, source):
+            walked(self.size)
+
+    return CountingArray
 
 
 def _counting(kind: type, walked: Callable[[int], None]) -> type:
@@ -76,14 +107,76 @@ def _counting(kind: type, walked: Callable[[int], None]) -> type:
     methods = {name: whole(name) for name in WALKS[kind].split()}
     if kind is list:
         methods |= {name: from_place(name) for name in ("pop", "__delitem__", "__getitem__")}
+    if issubclass(kind, dict):  # views that walk as the dictionary does
+        methods |= {"keys": lambda d: KeysView(d), "values": lambda d: ValuesView(d), "items": lambda d: ItemsView(d)}
     return type(f"Counting{kind.__name__}", (kind,), methods | {"__iter__": steps})
 
 
+def counts_of(pool: Any, num_blocks: int) -> list[int]:
+    """references[b] of every block: a list, a Counter, an array or a tensor will do."""
+    try:
+        return [int(pool.references[block]) for block in range(num_blocks)]
+    except KeyError as error:
+        raise CheckFailed(f"references[{error}] does not exist: it must say 0 for a block without a holder") from None
+    except IndexError:
+        raise CheckFailed(f"references must have a count for each of the {num_blocks} blocks") from None
+
+
+def bytes_kept(call: Callable[[], Any]) -> int:
+    """The most bytes that Python's objects and numpy's arrays made by call() take at one time; tensors do not count."""
+    began = tracemalloc.is_tracing()
+    if not began:
+        tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        call()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        if not began:
+            tracemalloc.stop()
+
+
+def written_in(function: Callable) -> tuple[set[str], set[int]]:
+    """Short texts and whole numbers that stand in a function, and in the functions and constants of its module that it
+    names. Of a text to format, the parts between its fields."""
+    function = inspect.unwrap(function)
+    known = getattr(function, "__globals__", {})
+    left, seen, texts, numbers = [getattr(function, "__code__", None)], set(), set(), set()
+    while left:
+        each = left.pop()
+        if inspect.isfunction(each) and each.__globals__ is known:
+            each = each.__code__
+        if inspect.iscode(each) and each not in seen:
+            seen.add(each)
+            left += [*each.co_consts, *(known[name] for name in each.co_names if name in known)]
+        elif isinstance(each, tuple):
+            left += each
+        elif isinstance(each, (str, bytes)) and len(each) < 40:
+            text = each.decode("latin1") if isinstance(each, bytes) else each
+            texts.update(part for part in re.split(r"%[sr]|\{[^}]*\}", text) if part)
+        elif isinstance(each, int):
+            numbers.add(each)
+    return texts, numbers
+
+
 class Read(Sequence):
-    """Tokens that count how many of them were handed out, in `.reads`."""
+    """Tokens that count in `.reads` how many of them were handed out, and in `.written` how many were turned into text,
+    bytes or a hash: those of a copy, too."""
 
     def __init__(self, tokens: Sequence[int]):
-        self._tokens, self.reads = list(tokens), 0
+        self.reads = self.written = 0
+
+        def writes(name: str) -> Callable:
+            def write(token, *args, **options):
+                self.written += 1
+                return getattr(int, name)(token, *args, **options)
+
+            return write
+
+        names = ("__repr__", "__str__", "__format__", "__hash__", "to_bytes")
+        token_kind = type("Token", (int,), {name: writes(name) for name in names})
+        self._tokens = [token_kind(token) for token in tokens]
 
     def __getitem__(self, index):
         found = self._tokens[index]

@@ -235,8 +235,8 @@ def block_sizes(swept=None) -> Table:
     ]  # fmt: skip
     lines.append(("keys in one piece, no table", *[None] * 4, seconds(experiments_sizes.one_piece_seconds()), None))
     return table(
-        "a prefix of 200 tokens, 8 requests, a query over 480 keys (CPU time)",
-        ("", "found of the prefix, formula", "measured", "unused slots per sequence", "blocks held",
+        "2 requests that share 200 tokens; 8 others that share none; a query over 480 keys (CPU time)",
+        ("", "found of the 200, formula", "measured", "unused slots of each of the 8", "blocks they hold",
          "attention, copied together", "block by block"),
         lines,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -120,14 +121,17 @@ def test_what_checks_look_at():
     walks = (
         lambda o: o.held.index(5), lambda o: min(o.held), lambda o: 999 in o.held, lambda o: o.held.pop(0),
         lambda o: o.held[1:], lambda o: o.queue.count(5), lambda o: set(range(9)) - o.free, lambda o: torch.ones(1000),
+        lambda o: max(o.counts.values()), lambda o: (o.array == 0)[0], lambda o: o.array.argmin(),
+        lambda o: o.lists[0].index(7),
     )  # fmt: skip
     quick = (
         lambda o: o.held.pop(), lambda o: o.held[-1], lambda o: 999 in o.free, lambda o: o.queue.popleft(),
-        lambda o: next(iter(o.free)), lambda o: o.held.append(1),
+        lambda o: next(iter(o.free)), lambda o: o.held.append(1), lambda o: o.counts[7], lambda o: o.array[7] == 0,
     )  # fmt: skip
 
     def steps(call):
         owner = SimpleNamespace(held=list(range(1000)), free=set(range(1000)), queue=deque(range(1000)))
+        owner.counts, owner.array, owner.lists = dict.fromkeys(range(1000), 0), np.arange(1000), [list(range(1000))]
         return paging.steps_of(owner, lambda: call(owner))
 
     assert min(map(steps, walks)) > 990 and max(map(steps, quick)) < 20
