@@ -44,13 +44,13 @@ def check_softmax(learner: Callable) -> Receipt:
     wide = random.randint(130, 300)
     shapes = ((1, 1, 16), (3, 16, 16), (2, 49, 16), (4, wide, random.choice((16, 32))))
     for place, (count, width, block) in enumerate(shapes):
-        dtype = (torch.float32, torch.float32, random.choice(DTYPES), torch.float16)[place]
+        dtype = (torch.float32, torch.float32, random.choice(DTYPES[::2]), torch.float16)[place]
         x = shifted(4 * torch.randn(count, width), dtype, gap=place and random.randint(1, 5))
         if width > block:
             x[0, :block] = float("-inf")
-            x[-1] *= 12
-        x[1:2] -= 300  # a maximum far below 0
+            x[-1] = 12 * x[-1] + 60  # exp of some would be infinite
         if count > 3:
+            x[1] -= 300  # exp of all would be 0
             x[2, :block], x[2, block:] = 0, -7.7  # terms that float16 cannot add to 1, and that add up to much
         case = Case(f"{count} rows of {width}, BLOCK {block}, {name_of(dtype)}")
         y = torch.full((count, width), float("nan"), dtype=dtype)

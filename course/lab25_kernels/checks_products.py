@@ -15,7 +15,7 @@ from minillm.predict import kernels as predict
 
 def check_matmul(learner: Callable) -> Receipt:
     rows = []
-    shapes = ((16, 16, 16), (40, 70, 7), (random.randint(17, 40), random.randint(17, 40), random.randint(300, 500)))
+    shapes = ((16, 16, 16), (40, 100, 7), (random.randint(17, 40), random.randint(17, 40), random.randint(300, 500)))
     for place, (m, n, k) in enumerate(shapes):
         dtype = (torch.float32, torch.float16, torch.float16)[place]
         tile_m, tile_n, tile_k = random.choice(((16, 32, 16), (32, 16, 16), (16, 16, 32)))
