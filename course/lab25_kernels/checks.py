@@ -28,7 +28,9 @@ def check_bias_relu(learner: Callable) -> Receipt:
     cases = ((1, 1, 16), (64, 64, 16), (50, 7, 16), (random.randint(65, 200), None, random.choice((32, 64))))
     for n, width, block in cases:
         width = width or random.choice((n, random.randint(2, 30)))
-        x, bias = torch.randn(n), torch.randn(width)
+        x, bias = 4 * torch.randn(n), torch.randn(width)
+        if n == 1:  # of which a wrong sign would not say what went wrong
+            x, bias = x.abs(), bias.abs()
         case = Case(f"{n} numbers, {width} biases, BLOCK {block}")
         y, grid = torch.full((n,), float("nan")), (-(-n // block),)
         seen = case.launch(learner, grid, x, bias, y, n, width, BLOCK=block)
@@ -41,7 +43,7 @@ def check_bias_relu(learner: Callable) -> Receipt:
 
 def check_softmax(learner: Callable) -> Receipt:
     rows = []
-    wide = random.randint(130, 300)
+    wide = 16 * random.randint(8, 18) + random.randint(1, 15)  # with a tail, whatever BLOCK is
     shapes = ((1, 1, 16), (3, 16, 16), (2, 49, 16), (4, wide, random.choice((16, 32))))
     for place, (count, width, block) in enumerate(shapes):
         dtype = (torch.float32, torch.float32, random.choice(DTYPES[::2]), torch.float16)[place]
@@ -50,6 +52,7 @@ def check_softmax(learner: Callable) -> Receipt:
             x[0, :block] = float("-inf")
             x[-1] = 12 * x[-1] + 60  # exp of some would be infinite
         if count > 3:
+            x[0] /= 4  # no result is too small for a rounding to show
             x[1] -= 300  # exp of all would be 0
             x[2, :block], x[2, block:] = 0, -7.7  # terms that float16 cannot add to 1, and that add up to much
         case = Case(f"{count} rows of {width}, BLOCK {block}, {name_of(dtype)}")
@@ -76,7 +79,7 @@ def check_rms_norm(learner: Any) -> Receipt:
     for place, (count, width, each) in enumerate(shapes):
         dtype = (torch.float32, torch.float32, torch.float16, random.choice(DTYPES))[place]
         x, dy = (torch.randn(count, width).mul(1 + place).to(dtype) for _ in range(2))
-        weight, eps = torch.rand(width).add(0.5).to(dtype), random.choice((1e-6, 0.1))
+        weight, eps = torch.rand(width).add(0.5).to(dtype), 1e-6 if place == 1 else random.uniform(0.05, 0.2)
         block = 1 << (width - 1).bit_length()
         case = Case(f"{count} rows of {width}, {name_of(dtype)}")
         y, r = torch.full((count, width), float("nan"), dtype=dtype), torch.full((count,), float("nan"))
