@@ -28,29 +28,38 @@ def check_bias_relu(learner: Callable) -> Receipt:
     cases = ((1, 1, 16), (64, 64, 16), (50, 7, 16), (random.randint(65, 200), None, random.choice((32, 64))))
     for n, width, block in cases:
         width = width or random.choice((n, random.randint(2, 30)))
-        x, bias = torch.randn(n), torch.randn(width)
+        x, bias = 4 * torch.randn(n), torch.randn(width)
+        if n == 1:  # of which a wrong sign would not say what went wrong
+            x, bias = x.abs(), bias.abs()
         case = Case(f"{n} numbers, {width} biases, BLOCK {block}")
-        y = torch.full((n,), float("nan"))
-        seen = case.launch(learner, (-(-n // block),), x, bias, y, n, width, BLOCK=block)
+        y, grid = torch.full((n,), float("nan")), (-(-n // block),)
+        seen = case.launch(learner, grid, x, bias, y, n, width, BLOCK=block)
         exact = torch.relu(x.double() + bias.double()[torch.arange(n) % width])
         case.compare("y", y, exact, 1e-6)
+        case.shared_out(learner, grid, x, bias, y, n, width, tiles={"y": (block,)}, BLOCK=block)
         rows += case.bytes(seen, loaded={"x": 4 * n}, stored={"y": 4 * n}, at_most={"bias": 4 * n})
     return receipt("bias and ReLU in one kernel", rows)
 
 
 def check_softmax(learner: Callable) -> Receipt:
     rows = []
-    shapes = ((1, 1, 16), (3, 16, 16), (2, 49, 16), (3, random.randint(130, 300), random.choice((16, 32))))
+    wide = 16 * random.randint(8, 18) + random.randint(1, 15)  # with a tail, whatever BLOCK is
+    shapes = ((1, 1, 16), (3, 16, 16), (2, 49, 16), (4, wide, random.choice((16, 32))))
     for place, (count, width, block) in enumerate(shapes):
-        dtype = torch.float32 if place < 2 else random.choice(DTYPES)
+        dtype = (torch.float32, torch.float32, random.choice(DTYPES[::2]), torch.float16)[place]
         x = shifted(4 * torch.randn(count, width), dtype, gap=place and random.randint(1, 5))
         if width > block:
             x[0, :block] = float("-inf")
-            x[-1] *= 12
+            x[-1] = 12 * x[-1] + 60  # exp of some would be infinite
+        if count > 3:
+            x[0] /= 4  # no result is too small for a rounding to show
+            x[1] -= 300  # exp of all would be 0
+            x[2, :block], x[2, block:] = 0, -7.7  # terms that float16 cannot add to 1, and that add up to much
         case = Case(f"{count} rows of {width}, BLOCK {block}, {name_of(dtype)}")
         y = torch.full((count, width), float("nan"), dtype=dtype)
         seen = case.launch(learner, (count,), x, y, x.stride(0), width, BLOCK=block)
-        case.compare("y", y, torch.softmax(x.double(), 1))
+        # In float32 an exponent in the hundreds is rounded in its fifth digit.
+        case.compare("y", y, torch.softmax(x.double(), 1), 4e-5 if dtype is torch.float32 else None)
         size = x.element_size() * x.numel()
         if seen.loaded.get("x", 0) > 2 * size:
             times = seen.loaded["x"] / size
@@ -58,17 +67,19 @@ def check_softmax(learner: Callable) -> Receipt:
                               "maximum rises", evidence=times)  # fmt: skip
         rows += case.bytes(seen, stored={"y": size}, at_most={"x": 2 * size})
         case.tile(seen, block)
+        if place == 1:
+            case.shared_out(learner, (count,), x, y, x.stride(0), width, tiles={"y": (1,)}, BLOCK=block)
     return receipt("softmax of rows in tiles", rows)
 
 
 def check_rms_norm(learner: Any) -> Receipt:
     forward, backward = two_kernels(learner, "norm_forward, norm_backward")
     rows = []
-    shapes = ((1, 1, 1), (4, 16, 2), (5, 21, 2), (random.randint(4, 9), random.randint(17, 60), random.randint(2, 4)))
+    shapes = ((1, 1, 1), (4, 16, 2), (7, 41, 2), (random.randint(4, 9), random.randint(17, 60), random.randint(2, 4)))
     for place, (count, width, each) in enumerate(shapes):
-        dtype = torch.float32 if place < 2 else random.choice(DTYPES)
+        dtype = (torch.float32, torch.float32, torch.float16, random.choice(DTYPES))[place]
         x, dy = (torch.randn(count, width).mul(1 + place).to(dtype) for _ in range(2))
-        weight, eps = torch.rand(width).add(0.5).to(dtype), random.choice((1e-6, 0.1))
+        weight, eps = torch.rand(width).add(0.5).to(dtype), 1e-6 if place == 1 else random.uniform(0.05, 0.2)
         block = 1 << (width - 1).bit_length()
         case = Case(f"{count} rows of {width}, {name_of(dtype)}")
         y, r = torch.full((count, width), float("nan"), dtype=dtype), torch.full((count,), float("nan"))
@@ -81,22 +92,25 @@ def check_rms_norm(learner: Any) -> Receipt:
         size = x.element_size() * x.numel()
         rows += case.bytes(seen, loaded={"x": size}, stored={"y": size, "r": 4 * count},
                            at_most={"weight": weight.element_size() * x.numel()})  # fmt: skip
+        if place == 1:
+            case.shared_out(forward, (count,), x, weight, y, r, width, eps, tiles={"y": (1,), "r": (1,)}, BLOCK=block)
         case = Case(f"{count} rows of {width}, {each} to a program, backward")
         programs = -(-count // each)
         dx = torch.full((count, width), float("nan"), dtype=dtype)
         partial = torch.full((programs, width), float("nan"))
         exact.backward(dy.double())
-        given = exact_r.detach().float()
-        seen = case.launch(
-            backward, (programs,), dy, x, weight, given, dx, partial, count, width, ROWS=each, BLOCK=block
-        )
+        r = exact_r.detach().float()
+        given = backward, (programs,), dy, x, weight, r, dx, partial, count, width
+        seen = case.launch(*given, ROWS=each, BLOCK=block)
         scale = float(
             (exact_r.detach()[:, None] * dy.double() * weight.double()).abs().max()
         )  # of the two terms that cancel
         case.compare("dx", dx, exact_x.grad, scale=scale)
-        case.compare("partial", partial, _by_program(dy, x, given, each), 1e-4, scale=float(partial.abs().max()))
+        case.compare("partial", partial, _by_program(dy, x, r, each), 1e-4, scale=float(partial.abs().max()))
         rows += case.bytes(seen, loaded={"x": size, "dy": size}, stored={"dx": size, "partial": 4 * partial.numel()},
                            at_most={"weight": weight.element_size() * x.numel()})  # fmt: skip
+        if place == 1:
+            case.shared_out(*given, tiles={"dx": (each,), "partial": (1,)}, ROWS=each, BLOCK=block)
     return receipt("RMSNorm, forward and backward", rows)
 
 

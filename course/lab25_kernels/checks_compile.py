@@ -10,7 +10,7 @@ from torch import nn
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab25_kernels import experiments_breaks as breaks
-from course.lab25_kernels.experiments import graphs_by_call
+from course.lab25_kernels.experiments import breaks_graph, graphs_by_call
 from course.lab25_kernels.experiments_recorded import Recorded, Toy
 from course.lab25_kernels.tried import only_with_triton
 from course.shared.diagnose import expect, expect_like
@@ -32,35 +32,34 @@ CALLS = 6
 def check_one_graph(learner: Any) -> Receipt:
     if not (isinstance(learner, type) and issubclass(learner, nn.Module)):
         raise CheckFailed("the exercise asks for a class, an nn.Module")
-    width, limit = random.randint(3, 9), random.uniform(0.5, 1.5)
+    width, limit = random.randint(3, 9), random.randint(32, 96) / 64  # exact in float32, since a tie is tried
     # Never as many rows as columns: the compiler would take the two sizes for one, and the graph for squares alone.
     heights = [each for each in range(2, 8) if each != width]
     inputs = [torch.randn(random.choice(heights), width) for _ in range(CALLS)]
     linear = nn.Linear(width, width)
     with torch.no_grad():  # no weight below 0: what a negative x, the first, gives is over the limit below 0 alone
         inputs[0] = -inputs[0].abs()
-        linear.weight.abs_()
-        linear.bias.clamp_(max=limit / 4)
+        linear.weight.abs_()[0] *= 0.02  # one column stays below the limit, and so does one row
+        linear.bias.clamp_(-limit / 4, limit / 4)
         for place, x in enumerate(inputs):
+            x[0] *= 0.02
             x *= 0.05 if place % 2 else 3 * limit / (x @ linear.weight.T).abs().max()
-    module = learner(width, limit)
+    module, other = learner(width, limit), learner(width, limit)
     names = sorted(name for name, _ in module.named_parameters())
     expect(names == ["linear.bias", "linear.weight"], names, "the parameters linear.weight and linear.bias", "Steady")
     with torch.no_grad():
         module.linear.weight.copy_(linear.weight)
         module.linear.bias.copy_(linear.bias)
-    halved = 0
     for number, x in enumerate(inputs, start=1):
         y = linear(x)
         over = bool(y.abs().max() > limit)
-        halved += over
         y = y / 2 if over else y
         found = module(x)
         expect_like("Steady", found, y, f"a tensor {list(y.shape)}")
         if not torch.allclose(found, y, atol=1e-6):
-            raise CheckFailed(f"call {number}, largest |number| {'above' if over else 'below'} the limit: the "
-            f"result is "
-                              "not that of Slow", evidence=found.tolist())  # fmt: skip
+            side = "above" if over else "below"
+            raise CheckFailed(f"call {number}, largest |number| {side} the limit: the result is not that of Slow",
+                              evidence=found.tolist())  # fmt: skip
         ours, theirs = (
             torch.autograd.grad(each.sum(), p)[0] for each, p in ((y, linear.weight), (found, module.linear.weight))
         )
@@ -70,14 +69,17 @@ def check_one_graph(learner: Any) -> Receipt:
             )
         if int(module.calls) != number:
             raise CheckFailed(f"after {number} calls module.calls is {int(module.calls)}", evidence=int(module.calls))
+    _check_other_block(other, width, limit)
     counts = graphs_by_call(module, inputs)
     if counts[0] != 1:
-        raise CheckFailed(f"the first call makes {counts[0]} graphs: something in forward still needs the host",
-                          evidence=counts)  # fmt: skip
+        raise CheckFailed(f"the first call makes {counts[0]} graphs: {'something' if counts[0] else 'all'} in forward "
+                          "still needs the host", evidence=counts)  # fmt: skip
     if counts[-1] != 1:
-        raise CheckFailed(f"after {CALLS} calls there are {counts[-1]} graphs: a guard fails at later calls, so "
-        f"they are "
-                          "compiled again", evidence=counts)  # fmt: skip
+        raise CheckFailed(f"after {CALLS} calls there are {counts[-1]} graphs: a guard fails at later calls, so they "
+                          "are compiled again", evidence=counts)  # fmt: skip
+    if broken := breaks_graph(other, inputs[0]):
+        raise CheckFailed("one graph is compiled, and it breaks: what comes after still needs the host at each call, "
+                          f"as fullgraph=True says: {broken}", evidence=broken)  # fmt: skip
     if int(module.calls) != 2 * CALLS:
         raise CheckFailed(f"compiled, {CALLS} calls count as {int(module.calls) - CALLS}", evidence=int(module.calls))
     rows = [
@@ -86,6 +88,19 @@ def check_one_graph(learner: Any) -> Receipt:
         row("    calls counted, compiled ones included", 2 * CALLS, int(module.calls)),
     ]
     return receipt("one graph, compiled once", rows)
+
+
+def _check_other_block(block: nn.Module, width: int, limit: float) -> None:
+    """A second block, which returns its input: the limit itself is not above the limit."""
+    x = limit * (torch.rand(2, width) - 0.5)
+    x[0, 0] = -limit
+    with torch.no_grad():
+        block.linear.weight.copy_(torch.eye(width))
+        block.linear.bias.zero_()
+        if not torch.equal(block(x), x):
+            raise CheckFailed("the largest |number| is the limit itself: that is not above it, so nothing is halved")
+    if int(block.calls) != 1:
+        raise CheckFailed(f"a second block, called once, counts {int(block.calls)} calls: blocks share a counter")
 
 
 @exercise(
@@ -101,10 +116,10 @@ def check_one_graph(learner: Any) -> Receipt:
 )
 def check_replay(learner: Callable) -> Receipt:
     model = Toy.drawn()
-    sizes = (1, 2, 4, 8)
+    sizes = (8, 2, 12, 1, 4)
     graphs = {size: Recorded(size, model) for size in sizes}
     kept, replayed = [], []
-    for n in (3, 1, 8, 2, random.choice((5, 6, 7)), 3):
+    for n in (3, 1, 12, 2, random.choice((5, 6, 7)), random.choice((9, 10, 11)), 3):
         tokens = torch.randint(len(model.rows), (n,))
         slots = torch.tensor(random.sample(range(len(model.cache)), n))
         right_cache = model.cache.clone()
@@ -143,7 +158,7 @@ def check_replay(learner: Callable) -> Receipt:
         row("    replays in all", len(replayed), sum(graph.replays for graph in graphs.values())),
         row("    steps whose logits are still right at the end", len(kept), len(kept) - len(late)),
     ]
-    return receipt("steps of 1 to 8 sequences, replayed", rows)
+    return receipt("steps of 1 to 12 sequences, replayed", rows)
 
 
 def check_verdict(learner: Callable) -> Receipt:
@@ -167,10 +182,10 @@ only_with_triton(
         minutes=20,
         difficulty=3,
         hints=(
-            "For each bug: an input on which it shows. Which width has a tail, and how long is a row of ones that "
-            "float16 cannot count?",
-            "A width that 64 does not divide, then trace.outside and trace.races; the same shape twice with other "
-            "numbers; a row of 4,099 ones.",
+            "For each bug: an input on which it shows. Which width has a tail, which needs two programs to a row, and "
+            "how long is a row of ones that float16 cannot count?",
+            "A width above 64 that 64 does not divide, then trace.outside and trace.races; the same shape twice with "
+            "other numbers; a row of 4,099 ones.",
         ),
     ),
     check_verdict,

@@ -166,6 +166,16 @@ def graphs_by_call(module: nn.Module, inputs: list[Tensor]) -> list[int]:
     return counts
 
 
+def breaks_graph(module: nn.Module, x: Tensor) -> str:
+    """Why torch.compile cannot make one graph of this call, in a line of its own; "" if it can."""
+    with fresh_compiler() as graphs:
+        try:
+            torch.compile(module, backend=graphs, dynamic=True, fullgraph=True)(x)
+        except torch._dynamo.exc.Unsupported as error:
+            return str(error).strip().splitlines()[0]
+    return ""
+
+
 def tile_seconds(kernel: Callable, size: int = 4096) -> dict[int, float]:
     """Device seconds of a product in square tiles, by tile; {} without a CUDA GPU."""
     if triton is None or not torch.cuda.is_available():

@@ -18,7 +18,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 def ladder() -> Figure:
     """Bytes per second and size of each memory of an H100, registers first."""
-    return draw_ladder("Between two kernels numbers go down to HBM")
+    return draw_ladder("Between two kernels, what L2 cannot hold goes down to HBM")
 
 
 def time_by_size(launch_us: float = 5.0, passes: int = 3) -> Figure:

@@ -12,7 +12,8 @@ PLAIN, FUSED, RECORDED = "plain torch", "fused", "fused and recorded"
 
 
 def step(batch: int, context: int, fused: bool) -> list[Kernel]:
-    """All kernels of a step: the layers and the output head."""
+    """Kernels of a step: the layers and the output head. The few others, once a step, are left out: embedding, last
+    norm, angles of the rotation, sampling."""
     layer = kernels.decode_layer(architecture("llama-3-8b"), batch, context, fused=fused)
     head = Kernel("head", 2 * VOCABULARY * HIDDEN, 2 * batch * VOCABULARY, 2 * batch * HIDDEN * VOCABULARY)
     return [*layer * LAYERS, head]

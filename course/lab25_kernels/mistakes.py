@@ -20,6 +20,20 @@ bias_relu.mistake("mask of one too many", {"place < n": "place <= n"}, expect="m
 bias_relu.mistake(
     "every program computes the first tile", {"tl.program_id(0) * BLOCK + ": ""}, expect="both store to y|never stored"
 )
+bias_relu.mistake(
+    "lanes as far apart as there are programs",
+    {"tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)": "tl.arange(0, BLOCK) * tl.num_programs(0) + tl.program_id(0)"},
+    expect="program_id says",
+)
+bias_relu.mistake(
+    "the first program does it all",
+    {
+        "    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)\n    inside = place < n\n": (
+            "    place = tl.arange(0, 256)\n    inside = (place < n) & (tl.program_id(0) == 0)\n"
+        )
+    },
+    expect="stored all the same",
+)
 bias_relu.mistake("bias not repeated", {"bias + place % width": "bias + place"}, expect="loads bias")
 bias_relu.mistake(
     "no ReLU", {"tl.maximum(shifted, 0.0)": "shifted"}, says="This is x + bias: negative numbers are to be 0."
@@ -83,6 +97,21 @@ softmax_rows.mistake(
     says="When a tile brings a higher maximum, the sum so far has to shrink by exp(old - new).",
 )
 softmax_rows.mistake(
+    "maximum begun at 0",
+    {'tl.full([BLOCK], float("-inf"), tl.float32)': "tl.zeros([BLOCK], tl.float32)"},
+    says="The maximum begins at 0 here: of a row far below 0 nothing is left after exp. Begin at -inf.",
+)
+softmax_rows.mistake(
+    "sum kept in x's dtype",
+    {
+        "total = total * tl.exp(largest - pivot) + tl.exp(value - pivot)": (
+            "total = total * tl.exp(largest - pivot) + tl.exp(value - pivot)\n"
+            "        total = total.to(x.dtype.element_ty).to(tl.float32)"
+        )
+    },
+    says="The sum is rounded to x's dtype at every tile, which drops small terms: keep it in float32.",
+)
+softmax_rows.mistake(
     "maximum never subtracted",
     {ONLINE: "        total += tl.exp(value)\n    top, total = 0.0, tl.sum(total, 0)\n"},
     says="Without the maximum subtracted, exp overflows from 89 on.",
@@ -112,6 +141,9 @@ softmax_rows.mistake(
     says="Masked lanes are loaded as 0, which has weight exp(0 - maximum): load them as -inf.",
 )
 softmax_rows.alternative(
+    "logarithm of the sum", {"tl.exp(value - top) / total": "tl.exp(value - (top + tl.log(total)))"}
+)
+softmax_rows.alternative(
     "one maximum for the row",
     {
         LANES: '    largest, total = float("-inf"), 0.0\n' + LOOP,
@@ -138,6 +170,11 @@ norm_kernels.mistake(
     "eps outside the root",
     {"1 / tl.sqrt(tl.sum(value * value, 0) / width + eps)": "1 / (tl.sqrt(tl.sum(value * value, 0) / width) + eps)"},
     says="eps belongs under the root.",
+)
+norm_kernels.mistake(
+    "rounded before the weight",
+    {"value * scale * factor, mask": "(value * scale).to(x.dtype.element_ty).to(tl.float32) * factor, mask"},
+    says="x · r is rounded to x's dtype here, before the weight: round once, with the store.",
 )
 norm_kernels.mistake(
     "all programs add to the first row of partial",

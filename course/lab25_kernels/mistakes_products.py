@@ -17,6 +17,19 @@ matmul_tiles.mistake(
     says="The sum is kept in float16: every step of k rounds it to 11 bits. Keep it in float32 until the end.",
 )  # fmt: skip
 matmul_tiles.mistake(
+    "product of two tiles in float16",
+    {"tl.dot(left, right)": "tl.dot(left, right, out_dtype=c.dtype.element_ty)"},
+    says="tl.dot adds up in float16 here, too: its result, of one tile of k, belongs in float32.",
+)
+matmul_tiles.mistake(
+    "rows and columns wrap around",
+    {"a + row[:, None] * a_row": "a + (row % m)[:, None] * a_row",
+     "column[None, :] * b_column": "(column % n)[None, :] * b_column",
+     "(row[:, None] < m) & (inner[None, :] < k)": "inner[None, :] < k",
+     "(inner[:, None] < k) & (column[None, :] < n)": "inner[:, None] < k"},
+    expect="formula says",
+)  # fmt: skip
+matmul_tiles.mistake(
     "strides of a contiguous A",
     {"row[:, None] * a_row + inner[None, :] * a_column": "row[:, None] * k + inner[None, :]"},
     says="A is read as if it were contiguous: element (row, column) is at row · a_row + column · a_column.",
@@ -63,6 +76,11 @@ between_products.mistake(
     says="silu(z) is z · sigmoid(z); this is the sigmoid alone.",
 )
 between_products.mistake(
+    "silu rounded before the product",
+    {"z * tl.sigmoid(z) * up": "(z * tl.sigmoid(z)).to(both.dtype.element_ty).to(tl.float32) * up"},
+    says="silu(gate) is rounded to 16 bits here before it meets up: keep float32 until the store.",
+)
+between_products.mistake(
     "up and gate exchanged",
     {"z * tl.sigmoid(z) * up": "z * tl.sigmoid(up) * up"},
     says="The activation is applied to the ups, and gates come first.",
@@ -88,6 +106,13 @@ paged_decode.mistake(
     {'tl.where(filled[None, :], scores, float("-inf"))': "tl.where(filled[None, :], scores, 0.0)"},
     says="Masked keys get a score of 0, which has weight: their score must be -inf.",
 )
+paged_decode.mistake(
+    "no maximum subtracted",
+    {"higher = tl.maximum(largest, tl.max(scores, 1))": "higher = tl.zeros([GROUP], tl.float32)",
+     "tl.exp(largest - higher)": "tl.full([GROUP], 1.0, tl.float32)"},
+    says="The scores' maximum is not subtracted: above 88 exp overflows, and far below 0 nothing is left.",
+)  # fmt: skip
+paged_decode.mistake("a block too many", {"tl.cdiv(context, SIZE)": "context // SIZE + 1"}, expect="loads table")
 paged_decode.mistake(
     "blocks in order, without the table",
     {"tl.load(table + sequence * most + block) * SIZE": "(sequence * most + block) * SIZE"},

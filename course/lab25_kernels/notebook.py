@@ -13,8 +13,8 @@
 # both.**
 # Stands on lab 00 (the roofline) and lab 12 (decode is memory); lab 13 for the paged cache.
 #
-# The core path, exercises 1, 2, 4, 5, 7 and 9, takes two hours; all nine take three, with the questions at the end four.
-# Running the notebook from top to bottom takes about a minute. At the end you can answer:
+# The core path, exercises 1, 2, 4, 5, 7 and 9, takes two hours; all nine take three and a quarter, with the questions at
+# the end four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. How many bytes does a kernel move, and what does fusing two of them save?
 # 2. What does a compiler make of a block, what stops it, and what makes it start again?
@@ -53,13 +53,15 @@ from minillm.serve.run.decode_graphs import DecodeGraphs
 guess_same = 2.0  # times faster: relu(x + b) as one kernel instead of two, b as large as x
 guess_launches = 12  # kernels of one decoding layer in plain torch
 guess_matmul = 1.0  # times fewer bytes: tiles of 128 x 128 instead of 32 x 32
-guess_full_graph = 64  # sequences from which an 8B decode step on an H100 waits for no launch
+# Sequences of 1,024 tokens from which an 8B decode step in plain torch on an H100 waits for
+# no launch, at 15 µs a launch:
+guess_full_graph = 64
 
 # %% [markdown]
 # ## 1 · Bytes
 #
-# A GPU's numbers lie on a ladder. Between two kernels everything goes down to HBM and back; inside a kernel it can stay
-# in registers.
+# A GPU's numbers lie on a ladder. Between two kernels what does not fit into the L2 cache goes down to HBM and back;
+# inside a kernel it can stay in registers.
 
 # %%
 show(figures.ladder)
@@ -119,7 +121,7 @@ bias_relu = check("bias-relu", bias_relu) if INSTALLED else left_out()
 
 # %% [markdown]
 # In its own file such a kernel carries `@triton.jit`, and BLOCK the annotation `tl.constexpr`; the check adds both. It
-# also traces every load and store, which gives the bytes of each tensor:
+# also traces every load and store, which gives the bytes that it moves:
 
 # %%
 receipts.traced_bias(bias_relu)
@@ -180,7 +182,8 @@ softmax_rows = check("softmax-rows", softmax_rows) if INSTALLED else left_out()
 # %% [markdown]
 # ### Exercise 3 · RMSNorm, forward and backward (30 minutes, skip on a first reading)
 #
-# y = w · x · r with r = 1 / √(mean(x²) + eps) of each row. With x̂ = x · r and g = dy · w:
+# y = w · x · r with r = 1 / √(mean(x²) + eps) of each row. With x̂ = x · r and g = dy · w, all computed in float32 and
+# rounded to x's dtype once, by the store:
 #
 #     dx = r · (g - x̂ · mean(g · x̂))          dw = Σ over rows of dy · x̂
 #
@@ -237,7 +240,7 @@ norm_forward, norm_backward = (
 #
 # Program (i, j) computes a tile of C: it walks along k, loads a tile of A and one of B, and adds `tl.dot(a, b)`. The sum
 # stays in float32 until the end, even if A and B are float16. Strides say where element (row, column) lies, so a
-# transposed matrix needs no copy.
+# transposed matrix needs no copy. For one tile, read no number twice: mask rows and columns past the end, too.
 
 
 # %%
@@ -299,7 +302,7 @@ receipts.layer_table()
 #     y[d] = x[d] · cos[d] - x[d + half] · sin[d]         y[d + half] = x[d + half] · cos[d] + x[d] · sin[d]
 #
 # The gate is silu(gate) · up with silu(z) = z / (1 + exp(-z)). Both read views of one fused product, so rows lie apart by
-# more than their width. Read every number once.
+# more than their width. Read every number once and compute in float32: only the store rounds.
 
 
 # %%
@@ -338,8 +341,8 @@ rotate, gate = check("between-products", (rotate, gate)) if INSTALLED else left_
 # ### Exercise 6 · a paged decode step (30 minutes, skip on a first reading)
 #
 # One program per sequence and *key-value head*. Its GROUP query heads read the same keys, so load each key once, for all of
-# them: scores are a tile [GROUP, SIZE]. Block b of a sequence's table holds SIZE keys; only the first `context` places of
-# a sequence are its own.
+# them: scores are a tile [GROUP, SIZE]. Block b of a sequence's table holds SIZE keys; only the first `lengths[s]` places
+# of sequence s are its own. Scores may be far from 0, all of them and to either side.
 
 
 # %%
@@ -379,9 +382,8 @@ paged_decode = check("paged-decode", paged_decode) if INSTALLED else left_out()
 #
 # `torch.compile` runs your Python once with tensors that only record (Dynamo), which gives a *graph* of operations, and
 # *guards*: everything that it took for constant, such as dtypes, sizes and attributes. The graph is simplified: what
-# is constant is computed once, what nobody reads is dropped, what is computed twice is shared. Then it is cut into
-# fused kernels, and each is written as C++ or Triton (Inductor), which also chooses the layout of what lies between
-# them and their order. Types of inputs and results stay as you wrote them, and large products go to the vendor's
+# nobody reads is dropped, what is computed twice is shared. Then it is cut into fused kernels, and each is written as
+# C++ or Triton (Inductor), which also chooses the layout of what lies between them and their order. Types of inputs and results stay as you wrote them, and large products go to the vendor's
 # library. Later calls check the guards and run what is there. Where Python needs a value that only the data knows, the
 # graph *breaks*; where a guard fails, it is compiled *again*.
 
@@ -433,14 +435,16 @@ receipts.graphs_of(Slow)
 # The first call gives two graphs, before and after the break. Each later call compiles the first part anew, and call 3, the
 # first to take the other branch, also the second.
 #
-# Write the same block so that torch.compile makes one graph of it, once, for calls with any number of rows. The check
-# compiles with `torch.compile(module, dynamic=True)`, so sizes are symbols from the first call. By default a second size
-# costs one more graph.
+# Write the same block so that torch.compile makes one graph of it, once and without a break (`fullgraph=True`), for any
+# number of rows from 2 on. The check compiles with `torch.compile(module, dynamic=True)`, so sizes are symbols from the
+# first call; by default a second size costs one more graph. Even so a size of 1 is a constant, and two sizes that are
+# equal in the first call are one symbol, so the check begins with no square.
 
 
 # %%
 class Steady(nn.Module):
-    """As `Slow`: int(module.calls) is the number of calls, and the parameters keep their names."""
+    """As `Slow`: int(module.calls) is the number of this block's calls, and the parameters keep
+    their names."""
 
     def __init__(self, width, limit):
         super().__init__()
@@ -488,7 +492,7 @@ receipts.graph_pays(guess_full_graph)
 
 # %%
 def replay_step(graphs, tokens, slots):
-    """graphs: recorded steps by size; tokens, slots: [n], int64, one for each sequence, n >= 1 and
+    """graphs: recorded steps by size, any sizes in any order; tokens, slots: [n], int64, one for each sequence, n >= 1 and
     at most the largest size -> logits, [n, vocabulary], which stay as they are when the next step
     runs. Replays the smallest graph that is large enough, once."""
     # BEGIN SOLUTION
@@ -509,8 +513,8 @@ replay_step = check("replay-step", replay_step)
 #
 # ### Exercise 9 · which test finds which bug? (20 minutes)
 #
-# Six programs A to F each sum the rows of a matrix: `program(x)` returns (sums, trace). x is float16, [rows, width], of any
-# size that you like; sums are float32; `trace.outside` and `trace.races` list what the launch did wrong, if anything. Four
+# Six programs A to F each sum the rows of a matrix, which is cut into tiles of 64 numbers: `program(x)` returns (sums,
+# trace). x is float16, [rows, width], of any size that you like; sums are float32; `trace.outside` and `trace.races` list what the launch did wrong, if anything. Four
 # contain a bug:
 #
 # - missing mask: the tail of a row is read past its end
@@ -547,21 +551,22 @@ receipts.programs(verdict)
 # <details><summary>Answer</summary>
 #
 # - **A: missing mask.** Its sums are right at every width, since it drops what it read too much. The last row reads past
-#   the end of the array, which on a GPU may be memory that belongs to nobody. Only `trace.outside` tells, and only if BLOCK
+#   the end of the array, which on a GPU may be memory that belongs to nobody. Only `trace.outside` tells, and only if 64
 #   does not divide the width.
 # - **B** is right: each program sums a row of its own, in float32.
 # - **C: race.** The interpreter runs programs one after the other, so its sums are right. On a GPU additions get lost, more
-#   often the more programs run. Only the trace tells.
+#   often the more programs run. Only the trace tells, and only if a row has more than one tile.
 # - **D: stale input.** Its first answer is right, and so is every later one for the same values.
-# - **E: float16 sum.** From 2,048 on float16 cannot add 1. Short rows, and rows of mixed signs, hide it.
+# - **E: float16 sum.** From 2,048 on float16 cannot add 1. Rows whose partial sums float16 holds, such as up to 2,048
+#   ones, hide it; the rows of the table, of random numbers, show it.
 # - **F** is right: `tl.atomic_add` in place of the racing store. Its order changes from run to run on a GPU, and with it the
 #   last bits.
 # </details>
 #
 # ## Where it loses
 #
-# Fusing and compiling gain where memory or launches were the limit. They lose on large products, which are limited by
-# arithmetic, on tiny tensors, where checking guards costs more than the work, and on the first call.
+# Fusing and compiling gain where memory or launches were the limit. They gain nothing on large products, which are
+# limited by arithmetic. They lose on tiny tensors, where entering compiled code costs more than the work, and on the first call.
 
 # %%
 receipts.where_it_loses(experiments.losing())
@@ -610,8 +615,9 @@ print(inspect.getsource(DecodeGraphs._fill))
 # **2. When is it not worth fusing?**
 # <details><summary>Answer</summary>
 #
-# Where the bytes between two kernels are few beside what each reads anyway: a product of large matrices and its bias. And
-# where fusing would recompute or keep so much per program that fewer programs fit on a unit.
+# Where what lies between two kernels costs little beside their arithmetic, and fusing would recompute it or keep so much
+# per program that fewer programs fit on a unit: two large products in a row. A product's bias is worth it: the library
+# adds it to a tile that is still in registers.
 # </details>
 #
 # **3. Your compiled model is slow in production and fast in the benchmark. What do you look at?**
@@ -625,8 +631,8 @@ print(inspect.getsource(DecodeGraphs._fill))
 # **4. A replayed graph returns last step's tokens. Why?**
 # <details><summary>Answer</summary>
 #
-# The new input was bound to the name, not copied into the recorded array; or the result was not copied before the next
-# replay.
+# The new input was bound to the name, not copied into the recorded array. (A result that is not copied goes wrong the
+# other way: it becomes the next step's.)
 # </details>
 #
 # **5. Why does flash attention count as fusing?**
@@ -650,9 +656,10 @@ receipts.design()
 # %% [markdown]
 # <details><summary>D1 and D2: a worked answer</summary>
 #
-# D1: weights and caches are read in 4.8 ms. Plain torch launches 25 kernels a layer, 801 in all, 12 ms at 15 µs: the host
-# is the limit. Fusing brings that to 6.7 ms, which is still above. A recorded graph takes the host out of the step, with or
-# without fusing, so it comes first. After that only fewer bytes help: 8-bit weights, or more sequences per step.
+# D1: weights and caches are read in 4.8 ms. Plain torch launches 25 kernels a layer, 801 with the head alone, 12 ms at
+# 15 µs: the host is the limit. Fusing brings that to 6.7 ms, which is still above. A recorded graph takes the host out of
+# the step, with or without fusing, so it comes first. After that only fewer bytes a token help: 8-bit weights, or more
+# sequences per step.
 #
 # D2: too few numbers (time by size: is it the launch?); accesses that lie apart (sectors per request in the profiler); too
 # few programs or loads in flight (occupancy); more bytes than counted (DRAM bytes in the profiler beside the formula).

@@ -73,7 +73,7 @@ def _numbers(*shape: int) -> Tensor:
 # Products.
 
 
-@titled("a product in square tiles, K of 16", open_rows=1, show="tiles of 32,|GPU")
+@titled("a product in square tiles", open_rows=1, show="tiles of 32,|GPU")
 def tiles(matmul_tiles: Callable | None = None, guess: float | None = None, size: int = 64) -> Iterator[Row]:
     """Bytes by tile: the model, and the trace. guess: the reader's, for tiles of 128 against 32 at 4,096."""
     whole = {tile: predict.tiled_matmul(4096, 4096, 4096, tile, tile, 2) for tile in (32, 128)}

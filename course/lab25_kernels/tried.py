@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha1
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -106,6 +107,31 @@ class Case:
         for name, given, kept in zip(inspect.signature(kernel).parameters, arguments, before, strict=False):
             if isinstance(given, Tensor) and name in seen.stored and not kept.isnan().all():
                 raise CheckFailed(f"{self.name}: the kernel stores to its input {name}")
+
+    def shared_out(
+        self,
+        kernel: Callable,
+        grid: Sequence[int],
+        *arguments: Any,
+        tiles: dict[str, tuple[int, ...]],
+        **constants: Any,
+    ) -> None:
+        """CheckFailed unless a program computes its own tile and no other: without the last ones, only their tiles are
+        missing. tiles: of each output, numbers of a program along the first axes, which are the grid's."""
+        names = list(inspect.signature(kernel).parameters)[: len(arguments)]
+        given = {name: torch.full_like(each, float("nan")) if name in tiles else each
+                 for name, each in zip(names, arguments, strict=True)}  # fmt: skip
+        fewer = tuple(max(1, programs - 1) for programs in grid)
+        with mock.patch.object(tl, "num_programs", lambda axis: grid[axis]):
+            self.launch(kernel, fewer, *given.values(), **constants)
+        for name, sizes in tiles.items():
+            theirs, found = torch.zeros(given[name].shape, dtype=torch.bool), ~given[name].isnan()
+            theirs[tuple(slice(n * size) for n, size in zip(fewer, sizes, strict=False))] = True
+            if not torch.equal(found, theirs):
+                place = torch.nonzero(found != theirs)[0].tolist()
+                done = "is not stored" if theirs[tuple(place)] else "is stored all the same"
+                said = f"{self.name}: launched without the last programs, {name}{place} {done}: program_id says which "
+                raise CheckFailed(f"{said}numbers a program computes", evidence=(name, place))
 
     def compare(
         self, what: str, found: Tensor, exact: Tensor, tolerance: float | None = None, scale: float = 0.0

@@ -21,7 +21,7 @@ def draw_ladder(title: str) -> Figure:
     axes.grid(False)
     axes.set(xscale="log", xlabel="TB/s of one GPU", xlim=(0.02, 9000))
     log_ticks(axes.xaxis)
-    sources = "One H100, by data sheet; the L2 cache with an A100's bytes a clock; blue: on the card"
+    sources = "One H100 by data sheet, top three by clock (L2: an A100's); blue: on the card"
     headline(axes, title, sources)
     return figure
 

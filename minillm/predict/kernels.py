@@ -47,7 +47,7 @@ class Memory:
 
 
 _DATASHEET = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
-_UNITS, _CLOCK = 132, 1.83e9  # streaming multiprocessors and boost clock of an H100 SXM
+_UNITS, _CLOCK = 132, 1.83e9  # streaming multiprocessors of an H100 SXM, and the clock behind its 989 TFLOP/s in bf16
 LADDER = (
     Memory("registers", _UNITS * 256 * 1024, _UNITS * 128 * 12 * _CLOCK, "128 lanes read three numbers a clock"),
     Memory("shared memory", _UNITS * 228 * 1024, _UNITS * 128 * _CLOCK, "128 bytes a clock and unit"),
@@ -111,7 +111,7 @@ def decode_layer(shape: Shape, batch: int, context: int, itemsize: int = 2, *, f
     return [
         norm,
         product("q k v", hidden, q + 2 * kv, 1 if fused else 3),
-        rows("rotation", turned, turned) if fused else rows("rotation", 6 * turned, 4 * turned, 8),
+        rows("rotation", turned, turned) if fused else rows("rotation", 5 * turned, 4 * turned, 8),
         rows("keys and values to their page", 2 * kv, 2 * kv, 2),
         replace(attend, flops=4 * batch * context * q),
         product("output", q, hidden),

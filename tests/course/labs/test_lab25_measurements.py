@@ -33,7 +33,9 @@ def test_the_first_answer_is_arithmetic():
 
 def test_the_design_answer_is_arithmetic():
     assert said(r"caches are read in ([\d.]+) ms") == (round(1e3 * formulas.bytes_s(8, 1024, True), 1),)
-    a_layer, launched, host, assumed = said(r"launches (\d+) kernels a layer, (\d+) in all, (\d+) ms at (\d+) µs")
+    a_layer, launched, host, assumed = said(
+        r"launches (\d+) kernels a layer, (\d+) with the head alone, (\d+) ms at (\d+) µs"
+    )
     assert (a_layer, launched) == (launches.of_a_layer(), formulas.launches(False))
     assert assumed == 1e6 * formulas.LAUNCH_S and host == round(1e3 * launched * formulas.LAUNCH_S)
     assert said(r"brings that to ([\d.]+) ms") == (round(1e3 * formulas.launches(True) * formulas.LAUNCH_S, 1),)
@@ -63,13 +65,14 @@ def test_a_replay_reads_the_recorded_arrays_whatever_the_names_mean():
 
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 def test_bugs_hide_on_some_inputs_and_show_on_others():
-    x = torch.arange(128).view(2, 64).half() / 64
+    x = (torch.arange(128) % 9).view(2, 64).half() / 8
     for name in breaks.BUGS:
         sums, seen = breaks.program(name)(x)
         assert torch.allclose(sums, x.float().sum(1), rtol=1e-3), name
         assert not seen.outside and not seen.races, name  # one tile a row: no tail, and no second program
-    ones = torch.ones(1, 4099).half()
-    assert [float(breaks.program(name)(ones)[0]) == 4099 for name in "BEF"] == [True, False, True]
+    for width in (2049, 2050, 4096, 4099):  # one number after the other: no width above 2,048 is summed by luck
+        ones = torch.ones(1, width).half()
+        assert [float(breaks.program(name)(ones)[0]) for name in "BEF"] == [width, 2048, width]
 
 
 @pytest.mark.full
