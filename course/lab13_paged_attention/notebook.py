@@ -5,8 +5,8 @@
 # both are counted below, on real requests.
 # Stands on lab 12 (the cache).
 #
-# The core path, exercises 1 to 7 and *Break it*, takes two hours; with the measurements and the questions at the end plan
-# three to four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
+# The core path, exercises 1 to 7 and *Break it*, takes two hours; with the measurements and the questions at the end
+# plan three to four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. How much of the memory for keys and values is wasted by reservations, and how much by blocks, of which size?
 # 2. When may two sequences share a block, how is that recognised, and what may happen to a shared block?
@@ -14,15 +14,15 @@
 #
 # > **Common claims**
 # >
-# > - *"Blocks are free but not contiguous, so the cache needs defragmentation."* Any free block will do; only the unused
-# >   end of a last block is wasted ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180), §4).
-# > - *"Paging wastes under 5 %."* It wastes under one block per sequence: little for long sequences, 13 % for 56 tokens in
-# >   blocks of 16.
-# > - *"The KV cache takes 60–80 % of GPU memory."* 62–80 % of the *cache's own* memory was wasted by reservations. Of a 40
-# >   GB GPU a 13B model's weights took 65 %, the cache about 30 % (the same paper, figures 1 and 2).
+# > - *"Blocks are free but not contiguous, so the cache needs defragmentation."* Any free block will do; only the
+# >   unused end of a last block is wasted ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180), §4).
+# > - *"Paging wastes under 5 %."* It wastes under one block per sequence: little for long sequences, 13 % for 56 tokens
+# >   in blocks of 16.
+# > - *"The KV cache takes 60–80 % of GPU memory."* 62–80 % of the *cache's own* memory was wasted by reservations. Of a
+# >   40 GB GPU a 13B model's weights took 65 %, the cache about 30 % (the same paper, figures 1 and 2).
 # > - *"Equal tokens mean equal keys, so the block can be shared."* Only after equal beginnings, at the same positions.
-# > - *"Prefix caching saves 10–30 % in chats."* It saves (R − 1) · P of R · (P + U) tokens, 10 % to 81 % in the examples
-# >   below.
+# > - *"Prefix caching saves 10–30 % in chats."* It saves (R − 1) · P of R · (P + U) tokens, 10 % to 81 % in the
+# >   examples below.
 
 # %%
 import hashlib
@@ -58,8 +58,8 @@ print(
 )
 
 # %% [markdown]
-# A sequence holds blocks in its `block_table`; `slot` says where a token lies (exercise 1), `allocate` and `release` are a
-# pool (exercise 2). Two things are missing: `forward` copies the keys of each sequence together before it attends
+# A sequence holds blocks in its `block_table`; `slot` says where a token lies (exercise 1), `allocate` and `release`
+# are a pool (exercise 2). Two things are missing: `forward` copies the keys of each sequence together before it attends
 # (exercise 3 does without), and no two sequences share a block (exercises 4 to 7).
 
 # %% [markdown]
@@ -302,8 +302,8 @@ prepare_write = check("copy-on-write", prepare_write)
 # %% [markdown]
 # ### Exercise 7 · evict what no table holds (15 minutes)
 #
-# A system prompt may be needed again in a second, so its blocks stay findable after their last holder has left. They are
-# evicted only when room is needed, the least recently used first (LRU), and their keys are forgotten in both
+# A system prompt may be needed again in a second, so its blocks stay findable after their last holder has left. They
+# are evicted only when room is needed, the least recently used first (LRU), and their keys are forgotten in both
 # dictionaries. A block with holders is never touched. Of the blocks that a sequence leaves together, its last one goes
 # first: a prefix is found from its first block on.
 #
@@ -365,7 +365,8 @@ CachingPool = check("lru-eviction", CachingPool)
 # ## Your parts under a transformer
 #
 # `SmallEngine` (in `course/lab13_paged_attention/experiments_engine.py`) puts your parts under the course's target
-# model. Its memory is NaN until a slot is written. Three requests: a prompt, another with the same beginning, and a fork of the first one.
+# model. Its memory is NaN until a slot is written. Three requests: a prompt, another with the same beginning, and a
+# fork of the first one.
 
 # %%
 yours = (slot_mapping, Pool, paged_attention, block_keys, find_prefix, prepare_write)
@@ -385,9 +386,9 @@ show(figures.waste_of(wasted))
 receipts.waste(wasted, guess_reserved, guess_blocks)
 
 # %% [markdown]
-# Without sharing, this is all that paging gains: more sequences in the same memory, so a larger batch (lab 12). Where every
-# layer has a *sliding window*, blocks behind it are given back, too: a sequence holds no more than its window and one
-# block, however long it gets.
+# Without sharing, this is all that paging gains: more sequences in the same memory, so a larger batch (lab 12). Where
+# every layer has a *sliding window*, blocks behind it are given back, too: a sequence holds no more than its window and
+# one block, however long it gets.
 
 # %%
 receipts.windows()
@@ -490,12 +491,12 @@ receipts.traces_of_bugs(findings, diagnosis)
 #   199](https://github.com/GeeeekExplorer/nano-vllm/pull/199)): nothing is left to compute, the query has length 0,
 #   and there are no logits to sample from. Others crash; this one schedules the sequence forever.
 #
-# Three more, staged. *New weights under a warm cache* (a training step, a new release): tokens are the same, so old keys are
-# served. Empty the cache, or put the version into the salt. *A flipped bit* in a cached key: most answers stay the same, so
-# nobody notices. A checksum names the block. Compared on a hit it reads the prefix once more, compared in each step it would
-# read every key twice. *Two threads in one pool*: both read a count before either writes, and a holder is lost. A lock around
-# `allocate` alone does not help, `share` and `release` need the same one; minillm's engine takes one around all that
-# schedules.
+# Three more, staged. *New weights under a warm cache* (a training step, a new release): tokens are the same, so old
+# keys are served. Empty the cache, or put the version into the salt. *A flipped bit* in a cached key: most answers stay
+# the same, so nobody notices. A checksum names the block. Compared on a hit it reads the prefix once more, compared in
+# each step it would read every key twice. *Two threads in one pool*: both read a count before either writes, and a
+# holder is lost. A lock around `allocate` alone does not help, `share` and `release` need the same one; minillm's
+# engine takes one around all that schedules.
 
 # %%
 receipts.stale_and_raced()
@@ -523,27 +524,28 @@ receipts.block_sizes()
 #
 # ## The same thing in production
 #
-# `minillm.serve.schedule.blocks` holds these exercises in one file. Its keys are objects that compare whole chains, so a
-# collision cannot cause a wrong hit; their hash only finds the entry in the dictionary.
+# `minillm.serve.schedule.blocks` holds these exercises in one file. Its keys are objects that compare whole chains, so
+# a collision cannot cause a wrong hit; their hash only finds the entry in the dictionary.
 
 # %%
 print(inspect.getsource(blocks.Prefix))
 
 # %% [markdown]
-# On a GPU a kernel does what you did: it looks up slots through the table, keeps a maximum and two sums on chip, and never
-# writes scores to memory. With one query per sequence there is too little work to fill a GPU, so the *keys* are split,
-# too, and the parts are joined by their sums ([Flash-Decoding, Dao et al.
-# 2023](https://crfm.stanford.edu/2023/10/12/flashdecoding.html)). `minillm/model/paged/triton.py` is such a kernel. (vLLM's
-# own PagedAttention kernel is gone: each attention backend reads block tables,
+# On a GPU a kernel does what you did: it looks up slots through the table, keeps a maximum and two sums on chip, and
+# never writes scores to memory. With one query per sequence there is too little work to fill a GPU, so the *keys* are
+# split, too, and the parts are joined by their sums ([Flash-Decoding, Dao et al.
+# 2023](https://crfm.stanford.edu/2023/10/12/flashdecoding.html)). `minillm/model/paged/triton.py` is such a kernel.
+# (vLLM's own PagedAttention kernel is gone: each attention backend reads block tables,
 # [#54737](https://github.com/vllm-project/vllm/pull/54737).)
 #
 # ### Exercise 8 · a kernel of your own (30 minutes, skip on a first reading)
 #
-# Write exercise 3 in [Triton](https://triton-lang.org/main/getting-started/tutorials/index.html), one program per
-# query head. A program sees no tensors but addresses: `tl.load(q + offsets)` reads the numbers at these offsets from
-# the first one, `tl.store` writes. Offsets are tiles made of `tl.arange` (with a power of two); `mask=` leaves places
-# out, and `other=0.0` says what is read there. You need `tl.program_id(0)`, `tl.sum`, `tl.max(x, 0)`, `tl.maximum`, `tl.exp`, `tl.where` and `tl.zeros([DIM],
-# tl.float32)`. The check runs it in Triton's interpreter, which works without a GPU, and traces every load and store.
+# Write exercise 3 in [Triton](https://triton-lang.org/main/getting-started/tutorials/index.html), one program per query
+# head. A program sees no tensors but addresses: `tl.load(q + offsets)` reads the numbers at these offsets from the
+# first one, `tl.store` writes. Offsets are tiles made of `tl.arange` (with a power of two); `mask=` leaves places out,
+# and `other=0.0` says what is read there. You need `tl.program_id(0)`, `tl.sum`, `tl.max(x, 0)`, `tl.maximum`,
+# `tl.exp`, `tl.where` and `tl.zeros([DIM], tl.float32)`. The check runs it in Triton's interpreter, which works without
+# a GPU, and traces every load and store.
 
 
 # %%
@@ -595,9 +597,9 @@ receipts.transformers_pages()
 #
 # ## On a cluster
 #
-# Under tensor parallelism every rank holds `kv_heads / t` heads of *every* block, so block tables are equal on all ranks
-# and one scheduler decides for all; under pipeline parallelism a rank holds its layers of every block. A prefix cache is
-# per replica (lab 19). The same engine on a GPU:
+# Under tensor parallelism every rank holds `kv_heads / t` heads of *every* block, so block tables are equal on all
+# ranks and one scheduler decides for all; under pipeline parallelism a rank holds its layers of every block. A prefix
+# cache is per replica (lab 19). The same engine on a GPU:
 #
 # ```bash
 # python -m minillm generate "def main" --device cuda

@@ -13,8 +13,8 @@
 # both.**
 # Stands on lab 00 (the roofline) and lab 12 (decode is memory); lab 13 for the paged cache.
 #
-# The core path, exercises 1, 2, 4, 5, 7 and 9, takes two hours; all nine take three and a quarter, with the questions at
-# the end four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
+# The core path, exercises 1, 2, 4, 5, 7 and 9, takes two hours; all nine take three and a quarter, with the questions
+# at the end four. Running the notebook from top to bottom takes about a minute. At the end you can answer:
 #
 # 1. How many bytes does a kernel move, and what does fusing two of them save?
 # 2. What does a compiler make of a block, what stops it, and what makes it start again?
@@ -22,8 +22,8 @@
 #
 # > **Common claims**
 # >
-# > - *"Fusing bias and ReLU saves 40 % of the time."* Two of five passes over memory, if the bias is as large as its input.
-# >   A row of biases stays in a cache, and then it is two of four (section 1).
+# > - *"Fusing bias and ReLU saves 40 % of the time."* Two of five passes over memory, if the bias is as large as its
+# >   input. A row of biases stays in a cache, and then it is two of four (section 1).
 # > - *"Softmax needs three passes."* Maximum, sum and quotient; but the first two fit into one
 # >   ([Milakov and Gimelshein 2018](https://arxiv.org/abs/1805.02867); section 2).
 # > - *"Compiled code is faster."* After the first call, and as long as no guard fails (section 5).
@@ -68,8 +68,8 @@ show(figures.ladder)
 
 # %% [markdown]
 # `torch.relu(x + b)` is two kernels. The first reads x and b and writes a temporary array, the second reads that and
-# writes the result: five passes over memory. Fused, it is three. If b is one row that all rows of x share, it stays in a
-# cache: four passes and two.
+# writes the result: five passes over memory. Fused, it is three. If b is one row that all rows of x share, it stays in
+# a cache: four passes and two.
 #
 # Measured on one thread of this machine, 64 MB an array, everything written into arrays that exist already. The roof is
 # `torch.add` on the same arrays, and the compiler is torch's own (Inductor, which writes C++ here).
@@ -79,9 +79,9 @@ measured_fusion = experiments.fusion()
 receipts.fusion(measured_fusion, guess_same)
 
 # %% [markdown]
-# A CPU fetches a line before it overwrites it, so a write may cost a read as well. Of the two kernels only the first pays
-# that: the second overwrites its input in place, whose lines are already fetched. So the ratios of time are 6/4 and 5/3
-# instead of 5/3 and 2. A GPU writes whole sectors without reading them.
+# A CPU fetches a line before it overwrites it, so a write may cost a read as well. Of the two kernels only the first
+# pays that: the second overwrites its input in place, whose lines are already fetched. So the ratios of time are 6/4
+# and 5/3 instead of 5/3 and 2. A GPU writes whole sectors without reading them.
 
 
 # %%
@@ -97,7 +97,8 @@ show(two_kernels_or_one)
 #
 # A launch starts many *programs*, each of which computes a tile. A program sees no tensors but addresses: `tl.load(x +
 # offsets, mask=..., other=0.0)` reads the numbers at these offsets from the first one. Where the mask is false it reads
-# nothing and gives `other`; without `other` it may give anything. Offsets are made of `tl.program_id(0)` and `tl.arange(0, BLOCK)`. Names in capitals are compile-time constants.
+# nothing and gives `other`; without `other` it may give anything. Offsets are made of `tl.program_id(0)` and
+# `tl.arange(0, BLOCK)`. Names in capitals are compile-time constants.
 #
 # n is rarely a multiple of BLOCK, and what lies behind the end belongs to somebody else.
 
@@ -140,9 +141,9 @@ sliders(figures.time_by_size, launch_us=(1.0, 10.0), passes=(2, 8))
 #
 # ### Exercise 2 · softmax of rows of any width (20 minutes)
 #
-# One program per row, in tiles of BLOCK, because a row may be wider than what a program can hold. Read each number twice
-# at most: once for the maximum and the sum *together*, once for the result. When a tile brings a higher maximum, what was
-# summed so far shrinks by exp(old - new). Compute in float32, whatever x holds.
+# One program per row, in tiles of BLOCK, because a row may be wider than what a program can hold. Read each number
+# twice at most: once for the maximum and the sum *together*, once for the result. When a tile brings a higher maximum,
+# what was summed so far shrinks by exp(old - new). Compute in float32, whatever x holds.
 
 
 # %%
@@ -238,8 +239,8 @@ norm_forward, norm_backward = (
 #
 # ### Exercise 4 · a product in tiles (20 minutes)
 #
-# Program (i, j) computes a tile of C: it walks along k, loads a tile of A and one of B, and adds `tl.dot(a, b)`. The sum
-# stays in float32 until the end, even if A and B are float16. Strides say where element (row, column) lies, so a
+# Program (i, j) computes a tile of C: it walks along k, loads a tile of A and one of B, and adds `tl.dot(a, b)`. The
+# sum stays in float32 until the end, even if A and B are float16. Strides say where element (row, column) lies, so a
 # transposed matrix needs no copy. For one tile, read no number twice: mask rows and columns past the end, too.
 
 
@@ -273,9 +274,9 @@ def matmul_tiles(a, b, c, m, n, k, a_row, a_column, b_row, b_column, M, N, K):
 matmul_tiles = check("matmul-tiles", matmul_tiles) if INSTALLED else left_out()
 
 # %% [markdown]
-# Which tile is best? First a model: A is read once for each *column* of tiles, B once for each *row* of them. Larger tiles
-# read less, and leave fewer programs to share among 132 units. *Autotuning* measures a few candidates and keeps the
-# quickest for each shape. The trace has the bytes; times appear where a GPU is.
+# Which tile is best? First a model: A is read once for each *column* of tiles, B once for each *row* of them. Larger
+# tiles read less, and leave fewer programs to share among 132 units. *Autotuning* measures a few candidates and keeps
+# the quickest for each shape. The trace has the bytes; times appear where a GPU is.
 
 # %%
 receipts.tiles(matmul_tiles, guess_matmul)
@@ -301,8 +302,8 @@ receipts.layer_table()
 #
 #     y[d] = x[d] · cos[d] - x[d + half] · sin[d]         y[d + half] = x[d + half] · cos[d] + x[d] · sin[d]
 #
-# The gate is silu(gate) · up with silu(z) = z / (1 + exp(-z)). Both read views of one fused product, so rows lie apart by
-# more than their width. Read every number once and compute in float32: only the store rounds.
+# The gate is silu(gate) · up with silu(z) = z / (1 + exp(-z)). Both read views of one fused product, so rows lie apart
+# by more than their width. Read every number once and compute in float32: only the store rounds.
 
 
 # %%
@@ -340,9 +341,9 @@ rotate, gate = check("between-products", (rotate, gate)) if INSTALLED else left_
 # %% [markdown]
 # ### Exercise 6 · a paged decode step (30 minutes, skip on a first reading)
 #
-# One program per sequence and *key-value head*. Its GROUP query heads read the same keys, so load each key once, for all of
-# them: scores are a tile [GROUP, SIZE]. Block b of a sequence's table holds SIZE keys; only the first `lengths[s]` places
-# of sequence s are its own. Scores may be far from 0, all of them and to either side.
+# One program per sequence and *key-value head*. Its GROUP query heads read the same keys, so load each key once, for
+# all of them: scores are a tile [GROUP, SIZE]. Block b of a sequence's table holds SIZE keys; only the first
+# `lengths[s]` places of sequence s are its own. Scores may be far from 0, all of them and to either side.
 
 
 # %%
@@ -383,9 +384,10 @@ paged_decode = check("paged-decode", paged_decode) if INSTALLED else left_out()
 # `torch.compile` runs your Python once with tensors that only record (Dynamo), which gives a *graph* of operations, and
 # *guards*: everything that it took for constant, such as dtypes, sizes and attributes. The graph is simplified: what
 # nobody reads is dropped, what is computed twice is shared. Then it is cut into fused kernels, and each is written as
-# C++ or Triton (Inductor), which also chooses the layout of what lies between them and their order. Types of inputs and results stay as you wrote them, and large products go to the vendor's
-# library. Later calls check the guards and run what is there. Where Python needs a value that only the data knows, the
-# graph *breaks*; where a guard fails, it is compiled *again*.
+# C++ or Triton (Inductor), which also chooses the layout of what lies between them and their order. Types of inputs and
+# results stay as you wrote them, and large products go to the vendor's library. Later calls check the guards and run
+# what is there. Where Python needs a value that only the data knows, the graph *breaks*; where a guard fails, it is
+# compiled *again*.
 
 
 # %%
@@ -399,9 +401,9 @@ compiled_block = experiments.compile_and_read(block)
 receipts.compiled(compiled_block)
 
 # %% [markdown]
-# The first call here is that of a machine that has compiled nothing yet. torch keeps what it compiled on disk, so a second
-# start is quicker, where that folder survives (`TORCHINDUCTOR_CACHE_DIR`). A new replica in a container often begins with an
-# empty one: warm it up before it takes requests. The guards on the arguments:
+# The first call here is that of a machine that has compiled nothing yet. torch keeps what it compiled on disk, so a
+# second start is quicker, where that folder survives (`TORCHINDUCTOR_CACHE_DIR`). A new replica in a container often
+# begins with an empty one: warm it up before it takes requests. The guards on the arguments:
 
 # %%
 print("\n".join(compiled_block.guards[:6]))
@@ -432,8 +434,8 @@ class Slow(nn.Module):
 receipts.graphs_of(Slow)
 
 # %% [markdown]
-# The first call gives two graphs, before and after the break. Each later call compiles the first part anew, and call 3, the
-# first to take the other branch, also the second.
+# The first call gives two graphs, before and after the break. Each later call compiles the first part anew, and call 3,
+# the first to take the other branch, also the second.
 #
 # Write the same block so that torch.compile makes one graph of it, once and without a break (`fullgraph=True`), for any
 # number of rows from 2 on. The check compiles with `torch.compile(module, dynamic=True)`, so sizes are symbols from the
@@ -466,8 +468,9 @@ Steady = check("one-graph", Steady)
 # %% [markdown]
 # ## 6 · A recorded step
 #
-# The host needs some microseconds for each launch: the driver 3 to 5, Python and torch's dispatcher more. A *CUDA graph*
-# records the launches of a whole step once and replays them with one call. By formula, with 15 µs assumed for a launch:
+# The host needs some microseconds for each launch: the driver 3 to 5, Python and torch's dispatcher more. A *CUDA
+# graph* records the launches of a whole step once and replays them with one call. By formula, with 15 µs assumed for a
+# launch:
 
 # %%
 show(figures.step_by_batch)
@@ -480,21 +483,21 @@ receipts.graph_pays(guess_full_graph)
 
 # %% [markdown]
 # A replay repeats the very kernels with the very addresses. So inputs are *copied into* the arrays that were recorded;
-# sizes are fixed, so a step is padded to a recorded size; and the next replay overwrites the result. Nothing recorded may
-# wait for the host, allocate outside the graph's memory, or depend on a value that the host looks up.
+# sizes are fixed, so a step is padded to a recorded size; and the next replay overwrites the result. Nothing recorded
+# may wait for the host, allocate outside the graph's memory, or depend on a value that the host looks up.
 #
 # ### Exercise 8 · replay a decode step (20 minutes, skip on a first reading)
 #
-# `graphs[size]` has `tokens` and `slots`, [size] each, `logits`, [size, vocabulary], and `replay()`. Replaying writes the
-# key of every token to its slot of the cache, padding included. What can padding hold, so that no other sequence's key is
-# overwritten?
+# `graphs[size]` has `tokens` and `slots`, [size] each, `logits`, [size, vocabulary], and `replay()`. Replaying writes
+# the key of every token to its slot of the cache, padding included. What can padding hold, so that no other sequence's
+# key is overwritten?
 
 
 # %%
 def replay_step(graphs, tokens, slots):
-    """graphs: recorded steps by size, any sizes in any order; tokens, slots: [n], int64, one for each sequence, n >= 1 and
-    at most the largest size -> logits, [n, vocabulary], which stay as they are when the next step
-    runs. Replays the smallest graph that is large enough, once."""
+    """graphs: recorded steps by size, any sizes in any order; tokens, slots: [n], int64, one for
+    each sequence, n >= 1 and at most the largest size -> logits, [n, vocabulary], which stay as
+    they are when the next step runs. Replays the smallest graph that is large enough, once."""
     # BEGIN SOLUTION
     n = len(tokens)
     graph = graphs[min(size for size in graphs if size >= n)]
@@ -514,8 +517,8 @@ replay_step = check("replay-step", replay_step)
 # ### Exercise 9 · which test finds which bug? (20 minutes)
 #
 # Six programs A to F each sum the rows of a matrix, which is cut into tiles of 64 numbers: `program(x)` returns (sums,
-# trace). x is float16, [rows, width], of any size that you like; sums are float32; `trace.outside` and `trace.races` list what the launch did wrong, if anything. Four
-# contain a bug:
+# trace). x is float16, [rows, width], of any size that you like; sums are float32; `trace.outside` and `trace.races`
+# list what the launch did wrong, if anything. Four contain a bug:
 #
 # - missing mask: the tail of a row is read past its end
 # - race: programs add to one number without an atomic operation
@@ -550,23 +553,24 @@ receipts.programs(verdict)
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# - **A: missing mask.** Its sums are right at every width, since it drops what it read too much. The last row reads past
-#   the end of the array, which on a GPU may be memory that belongs to nobody. Only `trace.outside` tells, and only if 64
-#   does not divide the width.
+# - **A: missing mask.** Its sums are right at every width, since it drops what it read too much. The last row reads
+#   past the end of the array, which on a GPU may be memory that belongs to nobody. Only `trace.outside` tells, and only
+#   if 64 does not divide the width.
 # - **B** is right: each program sums a row of its own, in float32.
-# - **C: race.** The interpreter runs programs one after the other, so its sums are right. On a GPU additions get lost, more
-#   often the more programs run. Only the trace tells, and only if a row has more than one tile.
+# - **C: race.** The interpreter runs programs one after the other, so its sums are right. On a GPU additions get lost,
+#   more often the more programs run. Only the trace tells, and only if a row has more than one tile.
 # - **D: stale input.** Its first answer is right, and so is every later one for the same values.
 # - **E: float16 sum.** From 2,048 on float16 cannot add 1. Rows whose partial sums float16 holds, such as up to 2,048
 #   ones, hide it; the rows of the table, of random numbers, show it.
-# - **F** is right: `tl.atomic_add` in place of the racing store. Its order changes from run to run on a GPU, and with it the
-#   last bits.
+# - **F** is right: `tl.atomic_add` in place of the racing store. Its order changes from run to run on a GPU, and with
+#   it the last bits.
 # </details>
 #
 # ## Where it loses
 #
 # Fusing and compiling gain where memory or launches were the limit. They gain nothing on large products, which are
-# limited by arithmetic. They lose on tiny tensors, where entering compiled code costs more than the work, and on the first call.
+# limited by arithmetic. They lose on tiny tensors, where entering compiled code costs more than the work, and on the
+# first call.
 
 # %%
 receipts.where_it_loses(experiments.losing())
@@ -597,8 +601,8 @@ print(inspect.getsource(DecodeGraphs._fill))
 # %% [markdown]
 # ## On a GPU
 #
-# This lab has no ranks, so there is nothing for `torchrun`. `python -m minillm bench kernels` puts each kernel beside torch
-# and torch.compile: on a CPU those that compile there, on a GPU all of them with device time.
+# This lab has no ranks, so there is nothing for `torchrun`. `python -m minillm bench kernels` puts each kernel beside
+# torch and torch.compile: on a CPU those that compile there, on a GPU all of them with device time.
 #
 # ## Interview corner
 #
@@ -607,25 +611,25 @@ print(inspect.getsource(DecodeGraphs._fill))
 # **1. relu(x + b) on an H100, 2²⁶ numbers in bfloat16. How long, fused and not?**
 # <details><summary>Answer</summary>
 #
-# An array is 134 MB. Two kernels move five of them, 671 MB, 0.20 ms at 3.35 TB/s; one kernel moves three, 0.12 ms. If b is a
-# row: four and two arrays, 0.16 and 0.08 ms. Its 134 million operations in 0.12 ms are a sixtieth of
-# the 67 TFLOP/s in float32 that the card can do without tensor cores.
+# An array is 134 MB. Two kernels move five of them, 671 MB, 0.20 ms at 3.35 TB/s; one kernel moves three, 0.12 ms. If b
+# is a row: four and two arrays, 0.16 and 0.08 ms. Its 134 million operations in 0.12 ms are a sixtieth of the 67
+# TFLOP/s in float32 that the card can do without tensor cores.
 # </details>
 #
 # **2. When is it not worth fusing?**
 # <details><summary>Answer</summary>
 #
-# Where what lies between two kernels costs little beside their arithmetic, and fusing would recompute it or keep so much
-# per program that fewer programs fit on a unit: two large products in a row. A product's bias is worth it: the library
-# adds it to a tile that is still in registers.
+# Where what lies between two kernels costs little beside their arithmetic, and fusing would recompute it or keep so
+# much per program that fewer programs fit on a unit: two large products in a row. A product's bias is worth it: the
+# library adds it to a tile that is still in registers.
 # </details>
 #
 # **3. Your compiled model is slow in production and fast in the benchmark. What do you look at?**
 # <details><summary>Answer</summary>
 #
-# Recompilations: `TORCH_LOGS=recompiles` names the guard that failed, most often a size or a number in Python that changes.
-# Then graph breaks (`TORCH_LOGS=graph_breaks`), and the first calls after a start. *Follow-up:* mark sizes as dynamic,
-# keep counters in tensors, warm up before the replica is ready.
+# Recompilations: `TORCH_LOGS=recompiles` names the guard that failed, most often a size or a number in Python that
+# changes. Then graph breaks (`TORCH_LOGS=graph_breaks`), and the first calls after a start. *Follow-up:* mark sizes as
+# dynamic, keep counters in tensors, warm up before the replica is ready.
 # </details>
 #
 # **4. A replayed graph returns last step's tokens. Why?**
@@ -638,8 +642,8 @@ print(inspect.getsource(DecodeGraphs._fill))
 # **5. Why does flash attention count as fusing?**
 # <details><summary>Answer</summary>
 #
-# Product, softmax and product become one kernel, and the [n, n] scores are never written. Online softmax (exercise 2) is
-# what makes it possible: a tile needs no maximum of the whole row.
+# Product, softmax and product become one kernel, and the [n, n] scores are never written. Online softmax (exercise 2)
+# is what makes it possible: a tile needs no maximum of the whole row.
 # </details>
 #
 # ### Design questions
@@ -657,19 +661,20 @@ receipts.design()
 # <details><summary>D1 and D2: a worked answer</summary>
 #
 # D1: weights and caches are read in 4.8 ms. Plain torch launches 25 kernels a layer, 801 with the head alone, 12 ms at
-# 15 µs: the host is the limit. Fusing brings that to 6.7 ms, which is still above. A recorded graph takes the host out of
-# the step, with or without fusing, so it comes first. After that only fewer bytes a token help: 8-bit weights, or more
-# sequences per step.
+# 15 µs: the host is the limit. Fusing brings that to 6.7 ms, which is still above. A recorded graph takes the host out
+# of the step, with or without fusing, so it comes first. After that only fewer bytes a token help: 8-bit weights, or
+# more sequences per step.
 #
-# D2: too few numbers (time by size: is it the launch?); accesses that lie apart (sectors per request in the profiler); too
-# few programs or loads in flight (occupancy); more bytes than counted (DRAM bytes in the profiler beside the formula).
+# D2: too few numbers (time by size: is it the launch?); accesses that lie apart (sectors per request in the profiler);
+# too few programs or loads in flight (occupancy); more bytes than counted (DRAM bytes in the profiler beside the
+# formula).
 # </details>
 #
 # ### Capstone (open)
 #
-# Write the whole MLP of a decoding layer (product, gate, product) as two kernels that never write gate and up to memory.
-# Which tile sizes does it allow, how many bytes does it save at 1 and at 64 sequences, and where does it lose against two
-# library products? Predict first, and defend the numbers in half a page.
+# Write the whole MLP of a decoding layer (product, gate, product) as two kernels that never write gate and up to
+# memory. Which tile sizes does it allow, how many bytes does it save at 1 and at 64 sequences, and where does it lose
+# against two library products? Predict first, and defend the numbers in half a page.
 #
 # ## Can you answer them now?
 #

@@ -187,6 +187,11 @@ def _say_hang(table: str, advice: str | None = None) -> str:
             "not every rank has even started, so your code is not to blame yet: this machine is too busy. "
             f"Run this cell again.\n{table}"
         )
+    if where and set(where) <= {"in", "finished"}:  # in no operation
+        return (
+            f"no rank waits for a message, and after {PATIENCE_S:g} s not all are done: a loop that never ends, or a "
+            f"machine that is too busy, where running this cell again helps.\n{table}"
+        )
     return f"the ranks wait for each other for ever. Who waits for whom:\n{table}\n{advice or _advice(where)}"
 
 

@@ -76,3 +76,5 @@ def test_ranks_that_never_started_are_not_blamed_on_the_learner():
     said = _say_hang("rank  where\n----  -----\n0     all_reduce\n1     starting", "Enter every collective.")
     assert "has even started" in said and "wait for each other" not in said and "Enter every" not in said
     assert _say_hang("rank  where\n----  -----\n0     all_reduce", "Enter it.").endswith("Enter it.")
+    said = _say_hang("rank  where\n----  -----\n0     in no operation, f, line 7: loop()\n1     finished", "Enter it.")
+    assert said.startswith("no rank waits for a message")
