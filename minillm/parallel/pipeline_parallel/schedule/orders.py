@@ -36,9 +36,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """Some forwards to fill the pipeline, then one forward, one backward, in turn (Narayanan et al. 2021, section 2.2).
 
-    If stages are equal and messages take no time, it idles exactly as long as GPipe, but stage s holds only
-    min(stages - s, microbatches) microbatches: a stage lets no more in than it takes for the first gradient to come
-    back from the last stage.
+    With equal stages and free messages it idles as long as GPipe, but stage s holds only min(stages - s, microbatches)
+    microbatches: a stage lets no more in than it takes for the first gradient to come back from the last stage.
     """
     _at_least_one(stages=stages, microbatches=microbatches)
     orders, enough = [], max(microbatches, stages)
